@@ -64,7 +64,7 @@ def test_some():
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("setting", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "own"])
 def test_all(setting):
     passes(setting, 1, AREAS)
 

@@ -117,10 +117,8 @@ def attention_forward(
             # A host with a cache of plain keys passes the queries of its last tokens only.
             whole = F.pad(query, (0, 0, before, 0))
             options["rows"] = torch.arange(before, key.shape[2], device=query.device)
-        with contextlib.ExitStack() as fp32:
-            if torch.is_autocast_enabled(query.device.type):
-                # Like the layer's own sums. In lower precision, routed blocks would even be others.
-                fp32.enter_context(torch.autocast(query.device.type, enabled=False))
+        # Like the layer's own sums. In lower precision, routed blocks would even be others.
+        with torch.autocast(query.device.type, enabled=False):
             weights = layer.mixer.weights(whole, key, **options).to(query.dtype)
     out = layer(query, key, value, mask, scaling, kept_on_cpu(attention_mask))
     return out.transpose(1, 2).contiguous(), weights

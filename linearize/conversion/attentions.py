@@ -33,7 +33,7 @@ from linearize.attention.shape import HeadShape
 from linearize.conversion import timm
 from linearize.conversion.inputs import BOTH_WAYS, CAUSALLY, Call, Inputs, candidates, optional_inputs
 from linearize.core.errors import UnsupportedModelError, first_line
-from linearize.modeling.compat import configs_of, implementation_of, set_implementation
+from linearize.modeling.compat import chooses_keys, configs_of, implementation_of, set_implementation
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import CALLED, LOCAL, MASKED, OUTSIDE, OWN, SOFTMAX, UNKNOWN, LayerPlan, host_facts
 
@@ -398,7 +398,7 @@ def _why_kept(call: Call, name: str, local_as_full: bool, shares_keys: bool) -> 
     if call.mask == "local" and (shares_keys or not local_as_full):
         # A cache keeps no keys beyond the window for the layers that share them.
         return LOCAL_KEPT + ", with keys that several layers share" * shares_keys
-    if hasattr(call.module, "indexer"):
+    if chooses_keys(call.module):
         return "an indexer chooses the keys of every query, which a kernel cannot honour"
     if call.mask == "own":
         return "the model's own mask (such as parts that see ahead), which a kernel cannot honour"

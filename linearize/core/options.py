@@ -124,9 +124,11 @@ def _options_of(config: type) -> Mapping[str, Option]:
     options: dict[str, Option] = {}
     for outer in dataclasses.fields(config):
         own = _SECTION not in outer.metadata
+        if own and "help" not in outer.metadata:
+            continue
         section: Section = Section(config, outer.metadata.get("group")) if own else outer.metadata[_SECTION]
         fields = {outer.metadata.get("name", outer.name): outer} if own else section.options()
-        for name, field in fields.items() if not own or "help" in outer.metadata else ():
+        for name, field in fields.items():
             place = ("" if own else outer.name, field.name)
             if name in options:
                 # One more field that the option sets.

@@ -82,7 +82,7 @@ def coded(
     if max_length is not None:
         check_room(tokenizer, max_length, second is not None)
 
-    def rows(begin: int) -> list[tuple[int, dict[str, Any]]]:
+    def rows(begin: int) -> list[tuple[int, Values]]:
         fields = tokenizer(
             list(first[begin : begin + 1_000]),
             None if second is None else list(second[begin : begin + 1_000]),

@@ -83,7 +83,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
         if name == IMPLEMENTATION and not part._supports_sdpa:
             set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
-    choosing = [x.module for x in plan.layers if x.in_body and _chooses_keys(root, x.module)]
+    choosing = [x.module for x in plan.layers if x.in_body and chooses_keys(root.get_submodule(x.module))]
     own = [x.module for x in plan.layers if x.in_body and OWN in x.host]
     if mixed := next((x for x in choosing if _part_of(root, x, parts) in converted), None):
         raise UnsupportedModelError(
@@ -103,9 +103,9 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
         set_implementation(config, "sdpa" if part._supports_sdpa else "eager")
 
 
-def _chooses_keys(root: nn.Module, module: str) -> bool:
+def chooses_keys(host: nn.Module) -> bool:
     """Tell whether a host has an indexer; it hides the other keys only where the implementation is eager or SDPA."""
-    return hasattr(root.get_submodule(module), "indexer")
+    return hasattr(host, "indexer")
 
 
 def _part_of(root: nn.Module, module: str, parts: list[PreTrainedModel]) -> PreTrainedModel:

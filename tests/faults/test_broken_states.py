@@ -153,13 +153,10 @@ def test_a_damaged_state_of_a_tuning_is_one_line_or_not_used(tuning, name, damag
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"window": 3}', '{"window": {"plan": {}}}', '{"window": []}'])
-def test_a_damaged_choice_is_made_again(content, tmp_path):
-    from linearize.jobs.stages import choose
-    from linearize.training.stage_one.states import StateFolder
-
-    stage = SimpleNamespace(folder=str(tmp_path), resume=True, keep=1)
-    context = SimpleNamespace(
+def resumed(folder):
+    """What `choose` needs of a run that is resumed from a folder."""
+    stage = SimpleNamespace(folder=str(folder), resume=True, keep=1)
+    return SimpleNamespace(
         job=SimpleNamespace(keeps_states=True, endings={"stage": "stage1"}, stage=stage),
         source=SimpleNamespace(options={}, digest=lambda: "x"),
         plan=SimpleNamespace(to_dict=dict),
@@ -167,6 +164,14 @@ def test_a_damaged_choice_is_made_again(content, tmp_path):
         choosing={},
         choices={},
     )
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"window": 3}', '{"window": {"plan": {}}}', '{"window": []}'])
+def test_a_damaged_choice_is_made_again(content, tmp_path):
+    from linearize.jobs.stages import choose
+    from linearize.training.stage_one.states import StateFolder
+
+    context = resumed(tmp_path)
     StateFolder(tmp_path, 1).save_choices({})
     (tmp_path / "choices" / "state.json").write_text(content)
     made = choose(context, "window", "auto", lambda: {"plan": {"made": "again"}})
@@ -177,15 +182,7 @@ def test_a_choice_for_other_weights_is_not_kept(tmp_path):
     """A model that was replaced between the choice and the first state kept the choice of the one before."""
     from linearize.jobs.stages import choose, keep_choices
 
-    stage = SimpleNamespace(folder=str(tmp_path), resume=True, keep=1)
-    context = SimpleNamespace(
-        job=SimpleNamespace(keeps_states=True, endings={"stage": "stage1"}, stage=stage),
-        source=SimpleNamespace(options={}, digest=lambda: "x"),
-        plan=SimpleNamespace(to_dict=dict),
-        loaded=SimpleNamespace(model=torch.nn.Linear(2, 2)),
-        choosing={},
-        choices={},
-    )
+    context = resumed(tmp_path)
     choose(context, "window", "auto", lambda: {"plan": {"of": "the first"}})
     keep_choices(context)
     assert choose(context, "window", "auto", dict)["plan"] == {"of": "the first"}
