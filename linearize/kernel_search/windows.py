@@ -1,8 +1,10 @@
-"""`--window auto`: choose every layer's window and exact keys, and whether it has a kernel, under a budget of state.
+"""`--window auto`: choose every layer's window and exact keys, and whether it has a kernel, under a budget of bytes.
 
 Layers differ: one puts half of softmax's weight outside a window of 64 tokens, another a twelfth. The total state of
 all layers may be as large as with a reference in every layer, in the bytes that decoding holds for one sequence:
-`linearize.attention.factory.state_bytes`. Nothing is trained:
+`linearize.attention.factory.state_bytes`. If the reference looks up blocks, a layer chooses how many instead of its
+window and exact keys. Then all keys are held anyway, so the bytes are those that a step reads (`read_bytes`). Nothing
+is trained:
 
 1. The outputs of every choice for every layer are computed from the frozen model's q, k and v. The log-scales of the
    choice are fitted in closed form on other rows (`linearize.training.stage_one.start`).
@@ -15,6 +17,7 @@ all layers may be as large as with a reference in every layer, in the bytes that
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,10 +28,10 @@ from transformers import PreTrainedModel
 from linearize.attention.factory import state_bytes
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
-from linearize.core.registry import SCALES
+from linearize.core.registry import SCALES, Hybrid
 from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.kernel_search.candidates import Candidates, Layout
 from linearize.kernel_search.loop import carrier_of
@@ -42,11 +45,13 @@ from linearize.training.stage_one.start import ROWS, fit_scales
 
 WINDOWS = (0.25, 0.5, 1, 2, 4)
 """Windows to choose from, as multiples of the reference's."""
+BLOCKS = (0, 0.25, 0.5, 1, 2, 4)
+"""Numbers of routed blocks to choose from, as multiples of the reference's."""
 EXACT_KEYS = (0, 0.5)
 """Exact keys to choose from in addition to the reference's, as shares of its window."""
 HELD_OUT = 8
 """Maximum number of rows for comparing choices."""
-HANDLED = NEAR | SCALED | HEADS
+HANDLED = NEAR | ROUTED | SCALED | HEADS
 """The additions that layers may have."""
 TOKENS = 2048
 """Maximum number of tokens for fitting scales, and for comparing choices; a single longer row is allowed."""
@@ -56,22 +61,44 @@ def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
     """Return the choices for a layer with a window, by label; the layer itself comes first."""
     hybrid = layer.hybrid
     assert hybrid.window is not None
-    choices = {_label(layer): layer}
-    windows = [max(1, round(factor * hybrid.window)) for factor in WINDOWS]
-    more = EXACT_KEYS if hybrid.scale != SCALES[0] else EXACT_KEYS[:1]
-    for window, factor in itertools.product(windows, more):
-        exact = hybrid.exact_keys + round(factor * hybrid.window)
-        choice = replace(layer, hybrid=replace(hybrid, window=window, exact_keys=exact))
-        choices.setdefault(_label(choice), choice)
-    for window in windows:
-        alone = replace(hybrid, window=window, exact_keys=0, scale=SCALES[0])
-        choice = replace(layer, kernel="none", arguments={}, hybrid=alone)
-        choices.setdefault(_label(choice), choice)
-    return choices
+    blocks, size = hybrid.blocks
+    if blocks:
+        counts = [max(1, round(factor * blocks)) if factor else 0 for factor in BLOCKS]
+        alone = [replace(hybrid, routed_blocks=f"{count}:{size}" if count else "") for count in counts]
+        beside = alone
+    else:
+        alone = [replace(hybrid, window=max(1, round(factor * hybrid.window)), exact_keys=0) for factor in WINDOWS]
+        more = EXACT_KEYS if hybrid.scale != SCALES[0] else EXACT_KEYS[:1]
+        exact = [hybrid.exact_keys + round(factor * hybrid.window) for factor in more]
+        beside = [replace(one, exact_keys=count) for one, count in itertools.product(alone, exact)]
+    choices = [layer, *(replace(layer, hybrid=one) for one in beside)]
+    silent = [replace(one, scale=SCALES[0]) for one in alone]
+    choices += [replace(layer, kernel="none", arguments={}, hybrid=one) for one in silent]
+    return {_label(choice): choice for choice in choices} | {_label(layer): layer}
+
+
+def read_bytes(layer: LayerPlan, dtype: torch.dtype) -> int:
+    """Return the bytes that a decoding step reads in a layer: its state, of the memory only the looked-up keys.
+
+    Left out are the 8 channels of all keys by which blocks are chosen.
+
+    Args:
+        layer: the plan of the layer.
+        dtype: type of the model's keys and values.
+    """
+    (blocks, size), shape = layer.hybrid.blocks, layer.shape
+    near = replace(layer, hybrid=replace(layer.hybrid, routed_blocks=""))
+    looked_up = blocks * size * shape.heads * (shape.head_dim + shape.value_dim)
+    return state_bytes(*near.mixer, dtype=dtype) + looked_up * dtype.itemsize
+
+
+def _reads(hybrid: Hybrid) -> int:
+    """Return the keys that a query reads in the window and in looked-up blocks."""
+    return (hybrid.window or 0) + math.prod(hybrid.blocks)
 
 
 def _label(layer: LayerPlan) -> str:
-    parts = {"window": layer.hybrid.window, "exact_keys": layer.hybrid.exact_keys}
+    parts = {name: getattr(layer.hybrid, name) for name in ("window", "exact_keys", "routed_blocks")}
     return ":".join([layer.kernel, *(f"{name}={value}" for name, value in parts.items() if value)])
 
 
@@ -80,14 +107,14 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
 
     Args:
         model: the model that `base` was made for.
-        data: training rows for fitting the scales, held-out rows for the errors. Windows of more than half a row are
-            left out, because they would look exact.
+        data: training rows for fitting the scales, held-out rows for the errors. Choices whose queries read more than
+            half a row are left out, because they would look exact.
         base: the plan whose layers with a window are the reference.
 
     Returns:
-        The plan, with a window, exact keys, and a kernel or no kernel for every layer; the reason for each layer's
-        choice, by layer number; the error of the last hidden state before training, relative to its spread; and the
-        same error with the reference in every layer, which has as much state or more.
+        The plan, with a window, exact keys or routed blocks, and a kernel or no kernel for every layer; the reason for
+        each layer's choice, by layer number; the error of the last hidden state before training, relative to its
+        spread; and the same error with the reference in every layer, which holds (or reads) as many bytes or more.
 
     Raises:
         ConfigError: if no layer has a window, or there are no held-out rows.
@@ -115,7 +142,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
             (n, label)
             for place, (n, own) in enumerate(options.items())
             for label, choice in own.items()
-            if label == reference[place] or (choice.hybrid.window or 0) <= tokens.get(n, 0) // 2
+            if label == reference[place] or _reads(choice.hybrid) <= tokens.get(n, 0) // 2
         ]
         whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
         error = whole.errors_of(keys)
@@ -126,7 +153,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
             mixer = options[number][label].mixer
             # Most layers have the same shape.
             if (text := repr(mixer)) not in sizes:
-                sizes[text] = state_bytes(*mixer, dtype=model.dtype)
+                sizes[text] = read_bytes(options[number][label], model.dtype)
             size_of[number, label] = sizes[text]
         limit = sum(size_of[number, label] for number, label in zip(layers, reference, strict=True))
         entries: dict[int, dict[str, Entry]] = {number: {} for number in layers}
@@ -164,7 +191,7 @@ def _fit(model: PreTrainedModel, candidates: Candidates, batch: Mapping[str, Ten
         fitted: dict[int | None, LinearAttention] = {}
         for (n, _), module in candidates.modules.items():
             hybrid = module.hybrid
-            if n != number or hybrid.scale == SCALES[0] or (hybrid.window or 0) > q.shape[2] // 2:
+            if n != number or hybrid.scale == SCALES[0] or _reads(hybrid) > q.shape[2] // 2:
                 continue
             if hybrid.window in fitted:
                 module.load_state_dict(fitted[hybrid.window].state_dict())

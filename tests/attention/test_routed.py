@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.kernel_cases import DIM, HEADS, KEY_HEADS, decode, make_inputs, make_mixer, naive, run, stepwise, stirred
@@ -22,10 +20,6 @@ from linearize.conversion.plan_file import PlannedLayer
 from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_info
 from linearize.fidelity.ablate import ablated
-from linearize.jobs.config import ConvertJob
-from linearize.jobs.convert import check_kernel
-from linearize.kernel_search.windows import choose_windows
-from linearize.modeling.plan import LayerPlan, Plan
 from linearize.ops import routed, window_parts
 
 HEDGEHOG = kernel_info("hedgehog")
@@ -285,17 +279,6 @@ def test_kernels_without_a_denominator_are_refused():
 def test_a_plan_for_a_softmax_layer_is_refused():
     with pytest.raises(ConfigError, match="the layer stays softmax, which takes no arguments"):
         PlannedLayer(layer=0, module="m", kernel="softmax", window=8, routed_blocks="2:3")
-
-
-def test_windows_are_not_chosen_beside_it():
-    layer = LayerPlan("layers.0", 0, "hedgehog", HeadShape(4, 2, 8, 8, True), hybrid=Hybrid(**ROUTED))
-    plan, data = Plan("LlamaModel", "llama", (layer,)), SimpleNamespace(holdout_batches=lambda: [{}])
-    refused = pytest.raises(ConfigError, match=r"^window: auto: got a layer with routed-blocks=2:3, expected at most")
-    with refused:
-        choose_windows(original("llama"), data, plan)
-    # A job says so before the model and the data are loaded.
-    with refused:
-        check_kernel(ConvertJob.of(model="missing", window="auto", routed_blocks="2:3"))
 
 
 @torch.no_grad()

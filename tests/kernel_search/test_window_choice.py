@@ -20,7 +20,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.registry import Hybrid, kernel_info, kernel_infos
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.presets import width_of
-from linearize.kernel_search.windows import choices_of, choose_windows, some_rows
+from linearize.kernel_search.windows import choices_of, choose_windows, read_bytes, some_rows
 from linearize.modeling.plan import LayerPlan
 
 CAUSAL = "AutoModelForCausalLM"
@@ -88,14 +88,46 @@ def test_what_a_layer_can_become():
     assert not any("exact" in label for label in choices_of(layer(window=8)))
 
 
-def test_a_layer_that_looks_far_gets_more_than_one_that_looks_near():
+def test_what_a_layer_with_routed_blocks_can_become():
+    counts = ("", *(f":routed_blocks={count}:2" for count in (1, 2, 4, 8, 16)))
+    labels = list(choices_of(layer(window=8, scale="linear", routed_blocks="4:2")))
+    assert labels[0] == "hedgehog:window=8:routed_blocks=4:2"
+    assert sorted(labels) == sorted(f"{kernel}:window=8{count}" for kernel in ("hedgehog", "none") for count in counts)
+    assert len(choices_of(layer("none", window=8, routed_blocks="4:2"))) == len(counts)
+
+
+def test_the_price_of_looked_up_keys_is_their_bytes():
+    """Four heads read 8 keys of 6 channels with values of 8; none are read without blocks."""
+    plain, routed = layer("none", window=8), layer("none", window=8, routed_blocks="4:2")
+    assert read_bytes(plain, torch.bfloat16) == state_bytes(*plain.mixer, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert read_bytes(routed, dtype) - read_bytes(plain, dtype) == 4 * 8 * (6 + 8) * dtype.itemsize
+
+
+def uneven():
+    """Return a model whose second layer looks at all tokens alike, and whose first does not reach the hidden state."""
     model = loud("llama", CAUSAL)
     attentions = [block.self_attn for block in model.model.layers]
     with torch.no_grad():
         # Equal scores: all tokens weigh the same, and most of them are far.
         attentions[1].q_proj.weight.zero_()
-        # The output of the first does not reach the hidden state.
         attentions[0].o_proj.weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize("kernel", ["none", "hedgehog"])
+def test_a_layer_that_looks_far_looks_up_more_blocks(kernel):
+    model = uneven()
+    base = linearize.plan(model, kernel, window=4, sinks=1, routed_blocks="4:1")
+    chosen, _, error, reference = choose_windows(model, rows(), base)
+    first, second = chosen.converted
+    assert second.hybrid.blocks[0] > first.hybrid.blocks[0] and first.hybrid.window == second.hybrid.window == 4
+    prices = [sum(read_bytes(one, model.dtype) for one in plan.converted) for plan in (chosen, base)]
+    assert prices[0] <= prices[1] and error < reference
+
+
+def test_a_layer_that_looks_far_gets_more_than_one_that_looks_near():
+    model = uneven()
     base = linearize.plan(model, "hedgehog", window=8, sinks=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = choose_windows(model, rows(), base)
