@@ -142,10 +142,18 @@ def stage_of(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """Return a step's number, elapsed time, remaining time and speed."""
+    """Return a step's number, elapsed time, remaining time, speed and peak memory of the device."""
     stage = f"{stage_of(report)}, " if report.phase else ""
     speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.tokens and report.seconds else ""
-    return f"{stage}step {report.step}/{report.steps}, {report.seconds:.0f} s, {report.left:.0f} s left{speed}"
+    times = f"{report.seconds:.0f} s, {report.left:.0f} s left"
+    return f"{stage}step {report.step}/{report.steps}, {times}{speed}{device_memory()}"
+
+
+def device_memory() -> str:
+    """Return the most memory that tensors had on this process's CUDA device, as text; empty without one."""
+    from torch import cuda
+
+    return f", up to {cuda.max_memory_allocated() / 1e9:.1f} GB" if cuda.is_initialized() else ""
 
 
 def short(report: Report) -> str:

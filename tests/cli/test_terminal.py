@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import forks
 from support.checkpoints import make_original, make_text, texts
 from support.command_lines import run
@@ -356,13 +357,16 @@ def test_a_terminal_shows_what_is_running_between_the_stages(terminal, monkeypat
     ]
 
 
-def test_lines_of_a_log_have_names_and_speed():
+def test_lines_of_a_log_have_names_speed_and_memory(monkeypatch):
     losses = {"encoder.layer.0": 1.0, "encoder.layer.1": 3.0, "output": 0.5}
     step = AlignStep(3, 9, losses, 2.0, 0.1, 2.0, "end to end", 4.0, tokens=2469)
     assert long(step) == (
         "alignment, end to end, step 3/9, 2 s, 4 s left, 1,234 tokens/s: loss 4.0000, held out 2.0000; "
         "per layer 0:1.00 1:3.00 output:0.50"
     )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23_456_000_000)
+    assert "4 s left, 1,234 tokens/s, up to 23.5 GB: loss 4.0000" in long(step)
     assert numbered(["a.0.b.1", "a.0.b.2"]) == ["a.0.b.1", "a.0.b.2"]
     assert numbered(["encoder.0", "decoder.0"]) == ["encoder.0", "decoder.0"]
 
