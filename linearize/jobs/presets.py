@@ -27,12 +27,12 @@ class Preset:
 
     Args:
         options: the options of the attention by name; options given explicitly take precedence.
-        causal: whether they are for causal or for bidirectional attention.
+        causal: whether they are for causal or for bidirectional attention; None: for both.
         rows: options of the rows that `convert` trains on; `longdoc` has its own.
     """
 
     options: Mapping[str, object]
-    causal: bool
+    causal: bool | None
     rows: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -47,19 +47,19 @@ PRESETS: Mapping[str, Preset] = {
         rows={**_LONG, "distill_length": 4096},
     ),
     "lookup": Preset(
-        {"kernel": "none", "window": 128, "sinks": 4, "routed_blocks": "128"}, causal=True, rows={"distill_steps": 0}
+        {"kernel": "none", "window": 128, "sinks": 4, "routed_blocks": "128"}, causal=None, rows={"distill_steps": 0}
     ),
     "encoder": Preset({"kernel": "hedgehog", "window": 64, "sinks": 4, "exact_keys": 64}, causal=False),
 }
 """Presets by name. All with a kernel have learned log-scales, the default with a window.
 
-`causal`, `recall` and `lookup` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With
-`causal`, memory is constant, and every layer gets the window, exact keys and kernel that suit it. `recall` has exact
-keys and softmax heads in order to look up and copy text; the cache of its softmax heads grows with the text. Both train
-on long rows: a kernel learns nothing inside the window, and heads that look up far back do nothing in short rows.
-`lookup` has no kernel, so nothing is trained; each query looks up keys, all of which the cache keeps, twice, so that it
-grows with the text (docs/benchmarks/routed.md). `encoder` is for bidirectional models: texts of up to 68 tokens stay
-exact, and in longer texts the kernel covers the tokens outside the window that are no exact keys.
+`causal` and `recall` are for language models; docs/benchmarks/proof.md gives the benefit of each part. With `causal`,
+memory is constant, and every layer gets the window, exact keys and kernel that suit it. `recall` has exact keys and
+softmax heads in order to look up and copy text; the cache of its softmax heads grows with the text. Both train on long
+rows: a kernel learns nothing inside the window, and heads that look up far back do nothing in short rows. `lookup`, for
+both kinds, has no kernel, so nothing is trained; each query looks up keys. The cache of a language model keeps all
+keys, twice, so that it grows with the text (docs/benchmarks/routed.md). `encoder` is for bidirectional models: texts of
+up to 68 tokens stay exact, and in longer texts the kernel covers the tokens outside the window that are no exact keys.
 """
 
 
@@ -103,9 +103,9 @@ def check_preset(name: str | None, model: str, causal: list[bool]) -> None:
     Raises:
         ConfigError: if the preset suits none of the model's attention layers.
     """
-    if name is None or PRESETS[name].causal in causal:
+    if name is None or PRESETS[name].causal in (None, *causal):
         return
-    other = next(other for other, preset in PRESETS.items() if preset.causal != PRESETS[name].causal)
+    other = next(other for other, preset in PRESETS.items() if preset.causal is (not PRESETS[name].causal))
     sees = "is causal" if PRESETS[other].causal else "is bidirectional"
     raise ConfigError(f"preset: got {name!r}, but attention of {model!r} {sees}; use --preset {other}, or leave it out")
 

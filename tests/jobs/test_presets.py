@@ -126,6 +126,14 @@ def test_a_preset_for_models_of_another_kind_is_refused(tmp_path, preset, other)
         make_plan(ConvertJob.of(model=str(original), preset=preset))
 
 
+def test_the_lookup_preset_fits_both_kinds(tmp_path):
+    for number, original in enumerate((("llama", "AutoModelForCausalLM"), ("bert",))):
+        folder = tmp_path / str(number)
+        make_original(folder, *original)
+        _, plan, _ = make_plan(ConvertJob.of(model=str(folder), preset="lookup"))
+        assert {(layer.kernel, layer.hybrid.blocks) for layer in plan.converted} == {("none", (128, 1))}
+
+
 def test_the_encoder_preset_leaves_short_texts_as_they_were(tmp_path):
     original = make_original(tmp_path / "bert", max_position_embeddings=160)
     loaded, plan, _ = make_plan(ConvertJob.of(model=str(original), preset="encoder"))
