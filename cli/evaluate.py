@@ -8,12 +8,11 @@ from dataclasses import asdict
 
 from rich.console import RenderableType
 
-from linearize.checkpoint.output import claim
 from linearize.cli._output import Screen, fidelity_table, number, shown, table
 from linearize.cli._progress import as_lines, at_work
 from linearize.evaluation.bench.rows import mebibytes
 from linearize.evaluation.options import CompareOptions, ReportOptions
-from linearize.evaluation.report.compare import NUMBERS, compare_checkpoints, write_comparison
+from linearize.evaluation.report.compare import NUMBERS, write_comparison
 from linearize.evaluation.report.gather import answer
 from linearize.evaluation.report.page import PAGE, write_report
 from linearize.jobs import events
@@ -143,10 +142,7 @@ def report(options: ReportOptions, args: argparse.Namespace, out: Screen) -> obj
 
 def compare(options: CompareOptions, args: argparse.Namespace, out: Screen) -> object:
     """Compare the checkpoints, print the table, and write the numbers."""
-    sources = [*options.checkpoints, options.original, options.inputs.dataset]
-    with claim(args.output, overwrite=args.overwrite, sources=sources):
-        compared = compare_checkpoints(options, as_lines(out))
-        write_comparison(compared, args.output, overwrite=args.overwrite)
+    compared = write_comparison(options, args.output, overwrite=args.overwrite, on_event=as_lines(out))
     figures = ("kl", "total_variation", "negative_share", "output_error", "cosine", "seconds", "speedup")
     rows = [
         [c.name, c.kernels, f"{c.parameters_added:,}", *(number(getattr(c, f)) for f in figures)]

@@ -138,14 +138,9 @@ def compare(
     options: CompareOptions, on_event: Callback = ignore, *, output: str = "comparison", overwrite: bool = False
 ) -> Compared:
     """Measure several conversions on the same inputs, and write the numbers."""
-    from linearize.checkpoint.output import claim
-    from linearize.evaluation.report.compare import compare_checkpoints, write_comparison
+    from linearize.evaluation.report.compare import write_comparison
 
-    sources = [*options.checkpoints, options.original, options.inputs.dataset]
-    with claim(output, overwrite=overwrite, sources=sources):
-        found = compare_checkpoints(options, on_event)
-        write_comparison(found, output, overwrite=overwrite)
-    return found
+    return write_comparison(options, output, overwrite=overwrite, on_event=on_event)
 
 
 def inspect(model: str) -> CheckpointInfo:

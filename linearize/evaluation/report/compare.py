@@ -11,7 +11,7 @@ from pathlib import Path
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import data_digest
 from linearize.checkpoint.loading import Loaded, check_converted, check_device, load_converted
-from linearize.checkpoint.output import atomic_folder
+from linearize.checkpoint.output import atomic_folder, claim
 from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, repeated
@@ -240,11 +240,18 @@ def _verdicts(
     return verdicts, differences
 
 
-def write_comparison(compared: Compared, target: str, *, overwrite: bool = False) -> None:
-    """Write the numbers to a folder; on an error nothing is written.
+def write_comparison(
+    options: CompareOptions, target: str, *, overwrite: bool = False, on_event: Callback = ignore
+) -> Compared:
+    """Compare several conversions and write the numbers to a folder; on an error nothing is written.
 
     Raises:
         CheckpointError: if the folder cannot be used or written.
+        LinearizeError: as `compare_checkpoints` does.
     """
-    with atomic_folder(target, overwrite=overwrite) as folder:
-        (folder / NUMBERS).write_text(json.dumps(finite(asdict(compared)), indent=2) + "\n", encoding="utf-8")
+    sources = [*options.checkpoints, options.original, options.inputs.dataset]
+    with claim(target, overwrite=overwrite, sources=sources):
+        compared = compare_checkpoints(options, on_event)
+        with atomic_folder(target, overwrite=overwrite) as folder:
+            (folder / NUMBERS).write_text(json.dumps(finite(asdict(compared)), indent=2) + "\n", encoding="utf-8")
+    return compared
