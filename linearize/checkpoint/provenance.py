@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from linearize.checkpoint.ownership import check_links
 from linearize.core.errors import CheckpointError
@@ -96,7 +96,7 @@ class Record:
         return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if fits(value, float) else None
 
 

@@ -221,7 +221,7 @@ def with_options(
 
         own = inspect.signature(function)
         parameters = [own.parameters["model"], *signature.parameters.values()]
-        call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        vars(call)["__signature__"] = own.replace(parameters=parameters)
         return call
 
     return decorate
@@ -269,7 +269,7 @@ def by_name(config: type) -> Callable[[Callable[..., Result]], Callable[..., Res
             )
             for name, one in sorted(known.items(), key=lambda item: item[0] not in first)
         ]
-        call.__signature__ = own.replace(parameters=[*parameters, *more.values()])  # type: ignore[attr-defined]
+        vars(call)["__signature__"] = own.replace(parameters=[*parameters, *more.values()])
         # Sphinx would look for the defaults of these parameters in the source of the function.
         delattr(call, "__wrapped__")
         return call
@@ -434,7 +434,7 @@ def convert(hint: object, value: object, where: str) -> Any:
         return tuple(convert(kinds[n], part, f"{where}[{n}]") for n, part in enumerate(value))
     if (hint is dict or origin in (dict, Mapping)) and isinstance(value, Mapping):
         return {key: convert(inner[1] if inner else object, part, f"{where}.{key}") for key, part in value.items()}
-    plain: Any = value
+    plain = value
     if hint is float and isinstance(value, str):
         # YAML 1.1 reads 1e-5 (without a dot) as text; it is a number nevertheless.
         with contextlib.suppress(ValueError):
@@ -444,7 +444,7 @@ def convert(hint: object, value: object, where: str) -> Any:
     raise ConfigError(f"{where}: got {kind_of(value)}, expected {_described(hint)}")
 
 
-def _convert_union(kinds: tuple[object, ...], value: object, where: str) -> Any:
+def _convert_union(kinds: tuple[object, ...], value: object, where: str) -> object:
     if value is None and type(None) in kinds:
         return None
     wanted = [kind for kind in kinds if kind is not type(None)]
@@ -480,7 +480,7 @@ def kind_of(value: object) -> str:
     return f"{str(value)!r} (put it in quotes if it is meant as text)"
 
 
-def _described(hint: Any) -> str:
+def _described(hint: object) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return "a section of keys"

@@ -30,7 +30,7 @@ _TOO_DEEP = f"nested too deeply, expected at most {MOST_DEPTH} levels"
 MOST_ALIASES = 100
 MOST_VALUES = 200_000
 """Most values that a YAML text may have after its aliases are expanded."""
-_FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FAST: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The safe loader in C, which is ten times as fast, if PyYAML was built with it."""
 
 
@@ -40,7 +40,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def at_home(value: Any) -> Any:
+def at_home(value: object) -> Any:
     """Return plain data with the home folder in place of `~` in each text that is `~/...` or `NAME=~/...`.
 
     transformers does not know `~`, and a shell leaves it in `--output=~/...`.
@@ -49,7 +49,9 @@ def at_home(value: Any) -> Any:
         return {key: at_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [at_home(inner) for inner in value]
-    found = re.match("([^=~]*=)?(?=~/)", value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return value
+    found = re.match("([^=~]*=)?(?=~/)", value)
     return value if found is None else found[0] + os.path.expanduser(value[found.end() :])
 
 
@@ -121,7 +123,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _checked(text: str, loader: Any) -> Any:
+def _checked(text: str, loader: type[yaml.SafeLoader]) -> object:
     """Load YAML after a scan that builds nothing: it counts levels, aliases, and the values that they expand to."""
     sizes: dict[str, int] = {}
     # The number of values so far in each open collection, and its anchor; the first entry is the text itself.
@@ -153,7 +155,7 @@ def _checked(text: str, loader: Any) -> Any:
     return yaml.load(text, Loader=_strict(loader))
 
 
-def _strict(loader: Any) -> Any:
+def _strict(loader: Any) -> type[yaml.SafeLoader]:
     """Return a loader that refuses a key given twice, of which YAML loaders take the last value.
 
     It reads 4:10 (a layer and a head) as text, where YAML 1.1 has the number 250 in base 60.

@@ -20,12 +20,13 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from linearize.core.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,17 @@ Values = dict[str, Any]
 """Values by name whose types are known only at run time: JSON, YAML, options, arguments of a function."""
 ReadOnlyValues = Mapping[str, Any]
 """The same for a reader, which changes none of them."""
-Count = Callable[[Any, int], int]
-"""(config, size) -> a number; the config is of the kernel's own class."""
-Flag = bool | Callable[[Any], bool]
+Plain = TypeVar("Plain")
+Own = TypeVar("Own", bound="DataclassInstance")
+"""A kernel's own class of arguments."""
+Count = Callable[[Own, int], int]
+"""(config, size) -> a number."""
+Flag = bool | Callable[[Own], bool]
 """True or false, or (config) -> bool."""
 
 
 @dataclass(frozen=True)
-class KernelInfo:
+class KernelInfo(Generic[Own]):
     """Facts about a kernel.
 
     Attributes:
@@ -104,13 +108,13 @@ class KernelInfo:
     formula: str
     source: str
     url: str
-    config: type
+    config: type[Own]
     build: type | None
-    feature_dim: Count | None
-    positive: Flag
-    parameters: Count = lambda config, head_dim: 0
+    feature_dim: Count[Own] | None
+    positive: Flag[Own]
+    parameters: Count[Own] = lambda config, head_dim: 0
     parameters_formula: str = "0"
-    learnable: Flag = False
+    learnable: Flag[Own] = False
     normalized: bool = True
     random: bool = False
     positional: bool = False
@@ -119,13 +123,13 @@ class KernelInfo:
     streamable: bool = True
     maximum_positions: bool = False
     max_head_dim: int | None = None
-    shared_parameters: Count = lambda config, head_dim: 0
-    output_parameters: Count = lambda config, value_dim: 0
-    estimates: Callable[[Any], Any] | None = None
-    preset: Callable[[Any, int], list[tuple[str, dict[str, object]]]] | None = None
+    shared_parameters: Count[Own] = lambda config, head_dim: 0
+    output_parameters: Count[Own] = lambda config, value_dim: 0
+    estimates: Callable[[Tensor], Tensor] | None = None
+    preset: Callable[[Own, int], list[tuple[str, dict[str, object]]]] | None = None
     choose: str = ""
     needs_window: bool = False
-    stage_one: StageOne | Callable[[Any], StageOne] = field(default_factory=StageOne)
+    stage_one: StageOne | Callable[[Own], StageOne] = field(default_factory=StageOne)
     legacy_defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -133,15 +137,15 @@ class KernelInfo:
         """Whether it can be combined with a softmax window: it has a feature map and a denominator."""
         return self.feature_dim is not None and self.normalized
 
-    def is_positive(self, config: object) -> bool:
+    def is_positive(self, config: Own) -> bool:
         """Tell whether the weights of a kernel with these arguments can never be negative."""
         return self.positive(config) if callable(self.positive) else self.positive
 
-    def is_learnable(self, config: object) -> bool:
+    def is_learnable(self, config: Own) -> bool:
         """Tell whether stage one has parameters to train in a kernel with these arguments."""
         return self.learnable(config) if callable(self.learnable) else self.learnable
 
-    def training(self, config: object) -> StageOne:
+    def training(self, config: Own) -> StageOne:
         """Return the defaults of stage one for a kernel with these arguments."""
         return self.stage_one(config) if callable(self.stage_one) else self.stage_one
 
@@ -235,7 +239,8 @@ def register_kernel(info: KernelInfo) -> KernelInfo:
     known = _KERNELS.get(info.name)
     if known is not None and _origin(known) != _origin(info):
         raise ConfigError(f"kernel {info.name!r} is already registered by {_origin(known)}; choose another name")
-    if not (dataclasses.is_dataclass(info.config) and info.config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+    declared = getattr(info.config, "__dataclass_params__", None)
+    if declared is None or not declared.frozen:
         raise ConfigError(f"kernel {info.name!r}: got config {info.config!r}, expected a frozen dataclass")
     if taken := {f.name for f in dataclasses.fields(info.config)} & set(HYBRID):
         name = sorted(taken)[0]
@@ -345,7 +350,7 @@ def field_types(config: type) -> Values:
     return typing.get_type_hints(config)
 
 
-def make_config(info: KernelInfo, arguments: Mapping[str, object]) -> Any:
+def make_config(info: KernelInfo[Own], arguments: Mapping[str, object]) -> Own:
     """Build a kernel's config from arguments, which may be text (as typed on a command line).
 
     Raises:
@@ -378,7 +383,7 @@ def _from_text(value: object, hint: object) -> object:
     return words.get(value.lower(), value)
 
 
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """Plain types, and their names in messages."""
 
 
@@ -403,9 +408,9 @@ def check(config: DataclassInstance, where: str) -> None:
 
 
 @functools.cache
-def _checked_fields(config: Any) -> list[tuple[str, tuple[Any, ...], bool, Mapping[str, Any]]]:
+def _checked_fields(config: type[DataclassInstance]) -> list[tuple[str, tuple[type, ...], bool, ReadOnlyValues]]:
     """Return the fields of plain types: name, types, whether None is allowed, and metadata if it has limits."""
-    fields: list[tuple[str, tuple[Any, ...], bool, Mapping[str, Any]]] = []
+    fields: list[tuple[str, tuple[type, ...], bool, ReadOnlyValues]] = []
     for one in dataclasses.fields(config):
         hint = field_types(config)[one.name]
         limits = {} if one.metadata.keys().isdisjoint(LIMITS) else one.metadata
@@ -422,7 +427,7 @@ def kinds_of(hint: object) -> tuple[Any, ...]:
     return (hint,)
 
 
-def fits(value: object, kind: type) -> bool:
+def fits(value: object, kind: type[Plain]) -> TypeGuard[Plain]:
     """Tell whether a value is of a plain type; numbers must be finite, and true and false are not numbers."""
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool

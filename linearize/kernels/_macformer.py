@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -177,12 +176,12 @@ class Macformer(FeatureMap):
         raise NotImplementedError
 
     @classmethod
-    def inputs(cls, config: Any, heads: int, key_heads: int, head_dim: int) -> Standardise | None:
+    def inputs(cls, config: MacformerConfig, heads: int, key_heads: int, head_dim: int) -> Standardise | None:
         """Return the first half of ppSBN, if the kernel has it."""
         return Standardise(heads, key_heads, head_dim) if config.ppsbn else None
 
     @classmethod
-    def output(cls, config: Any, heads: int, value_dim: int) -> Rescale | None:
+    def output(cls, config: MacformerConfig, heads: int, value_dim: int) -> Rescale | None:
         """Return the second half of ppSBN, if the kernel has it."""
         return Rescale(heads) if config.ppsbn else None
 
