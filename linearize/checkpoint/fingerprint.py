@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from linearize.attention.interface import linear_attentions
 from linearize.attention.parts import newest_part
 from linearize.core.errors import ConfigError
+from linearize.core.heads import RowSet
 from linearize.core.parsing import user_path
 from linearize.modeling.weights import stored
 
@@ -187,7 +187,7 @@ def data_digest(data: object) -> str:
     return _hash([data])
 
 
-def rows_digest(rows: Sequence[object]) -> str:
+def rows_digest(rows: RowSet) -> str:
     """Return the hash of a sequence of rows and their number; at most `ROWS` of them are read."""
     if callable(getattr(rows, "digest", None)):
         return data_digest(rows)
@@ -209,7 +209,7 @@ def _feed(hashed: xxhash.xxh3_128, values: Iterable[object]) -> None:
     """Hash nested values; the kind and length of each come first, so that no two feed the same bytes."""
     for outer in values:
         # The next value is the last. Rows are many, and a call for each would take longer than hashing them.
-        left: list[Any] = [outer]
+        left: list[object] = [outer]
         while left:
             value = left.pop()
             if isinstance(value, (list, tuple)) and set(map(type, value)) == {int} and max(map(abs, value)) < 2**63:
@@ -237,7 +237,7 @@ def _feed(hashed: xxhash.xxh3_128, values: Iterable[object]) -> None:
                 left += _opened(value)
 
 
-def _opened(value: Any) -> list[object]:
+def _opened(value: object) -> list[object]:
     """Return what an object is hashed as, the last part first."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [{field.name: getattr(value, field.name) for field in dataclasses.fields(value)}]

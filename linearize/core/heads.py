@@ -6,7 +6,9 @@ Loading, tuning, recipes and the model card read this table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from linearize.core.registry import Values
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -16,6 +18,20 @@ Modality = Literal["text", "image"]
 
 Processor: TypeAlias = "PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin"
 """Prepares a model's inputs: a tokenizer, an image processor, or both in one."""
+
+
+Row = Values
+"""A row that is prepared for a model, by field name: numbers, lists of them, arrays, an image."""
+
+
+class RowSet(Protocol):
+    """Rows by number: a list of them, or an object that makes them."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, place: int, /) -> Row:
+        """Return one row."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import check, convert, option
@@ -106,9 +105,8 @@ def parse_mixture(value: object) -> str | Mixture:
     Raises:
         ConfigError: If a name is empty or a weight is missing or not a positive number.
     """
-    pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
     if isinstance(value, str | os.PathLike):
-        text, pairs = os.fspath(value), []
+        text, parts = os.fspath(value), []
         if not text.strip():
             raise ConfigError("data: got an empty dataset, expected a Hub name, a file or a folder; or leave it out.")
         if ("," not in text and "=" not in text) or os.path.exists(text):
@@ -117,7 +115,9 @@ def parse_mixture(value: object) -> str | Mixture:
             name, equals, weight = part.rpartition("=") if "=" in text else (part, "=", "1")
             if not equals:
                 raise ConfigError(f"data: got {part!r} without a weight in dataset {text!r}, expected name=weight.")
-            pairs.append((name.strip(), weight))
+            parts.append((name.strip(), weight))
+        value = parts
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
     mixture: Mixture = convert(Mixture, pairs, "data: dataset")
     if not mixture or not all(name and weight > 0 for name, weight in mixture):
         raise ConfigError(f"data: got dataset {pairs!r}, expected a name, or names with weights above 0.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from linearize.core.errors import ConfigError, DataError
-from linearize.core.heads import Modality, Processor
+from linearize.core.heads import Modality, Processor, RowSet
 from linearize.core.registry import Values
 from linearize.data.hub import cause
 from linearize.data.records import Example
@@ -225,7 +225,7 @@ class ImageEncoder:
         return {"pixel_values": pixels} | ({"pixel_mask": mask} if padded else {})
 
 
-def longest_input(rows: Any) -> int:
+def longest_input(rows: RowSet) -> int:
     """Return the tokens of the longest of some rows, by number; 0 for rows without tokens."""
     if not len(rows) or not any(name.endswith("input_ids") for name in rows[0]):
         return 0

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from linearize.data.images import ImageFile, ImageFiles, ImageTable
 from linearize.data.local import exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Chosen, Source, split_off
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Part = tuple[Records, str]
 """One opened data set, and its name for messages."""
@@ -119,7 +122,7 @@ def open_records(name: str, config: DataConfig, modality: Modality, label: str |
     path = user_path(name)
     if exists(path) or looks_local(name):
         origin = f"{'folder' if path.is_dir() else 'file'} {name}"
-        opened: Sequence[Any] = open_local(path, config.split, modality, config.rows_read)
+        opened: Sequence[Dataset | ImageFile] = open_local(path, config.split, modality, config.rows_read)
     else:
         origin = _hub_origin(name, config)
         opened = [load_hub(name, config.split, config.rows_read)]
@@ -131,7 +134,7 @@ def _hub_origin(name: str, config: DataConfig) -> str:
 
 
 def make_part(
-    opened: Sequence[Any], config: DataConfig, modality: Modality, origin: str, label: str | None = None
+    opened: Sequence[Dataset | ImageFile], config: DataConfig, modality: Modality, origin: str, label: str | None = None
 ) -> Part:
     """Turn tables or image files into records.
 
@@ -140,10 +143,11 @@ def make_part(
     """
     from datasets import concatenate_datasets
 
-    if isinstance(opened[0], ImageFile):
-        return ImageFiles(list(opened), label is not None, origin), origin
-    tables = [uniform(table, config, modality, origin, label) for table in opened]
-    if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(opened[0]))):
+    if files := [one for one in opened if isinstance(one, ImageFile)]:
+        return ImageFiles(files, label is not None, origin), origin
+    given = [one for one in opened if not isinstance(one, ImageFile)]
+    tables = [uniform(table, config, modality, origin, label) for table in given]
+    if config.finds_pairs and modality == "text" and (pair := find_pair(column_kinds(given[0]))):
         origin += f" (pairs of {pair[0]} and {pair[1]})"
     try:
         table = tables[0] if len(tables) == 1 else concatenate_datasets(tables)

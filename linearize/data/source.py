@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from linearize.checkpoint.fingerprint import data_digest, spread
 from linearize.core.errors import DataError
+from linearize.core.heads import Row, RowSet
 from linearize.data.config import DataConfig
 from linearize.data.encode import Encoder, ImageEncoder, longest_input
 from linearize.data.records import Example, Records
@@ -275,9 +275,9 @@ class RowBatches:
         seed: Seed of the order of the training rows, which is new for each pass.
     """
 
-    train: Any
-    held: Any
-    collate: Callable[[list[Any]], dict[str, Tensor]]
+    train: RowSet
+    held: RowSet
+    collate: Callable[[list[Row]], dict[str, Tensor]]
     digest: Callable[[], str]
     batch_size: int
     holdout: int
@@ -308,6 +308,6 @@ class RowBatches:
         begins = range(0, len(numbers), self.batch_size)
         return [self._batch(self.held, numbers[begin : begin + self.batch_size]) for begin in begins]
 
-    def _batch(self, rows: Any, numbers: Iterable[int]) -> dict[str, Tensor]:
+    def _batch(self, rows: RowSet, numbers: Iterable[int]) -> dict[str, Tensor]:
         batch = self.collate([rows[number] for number in numbers])
         return {name: value for name, value in batch.items() if name in INPUTS}

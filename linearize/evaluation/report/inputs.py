@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from linearize.checkpoint.provenance import Provenance
 from linearize.conversion.positions import current_length
 from linearize.core.errors import ConfigError, LinearizeError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.heads import Modality, Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import user_path
 from linearize.data.config import HOLDOUT, DataConfig
@@ -49,7 +49,8 @@ def load_inputs(
         ConfigError: if the model takes neither text nor images, or has no tokenizer or image processor.
         DataError: if the data cannot be found, read or used.
     """
-    if loaded.modality == "other":
+    modality = loaded.modality
+    if modality == "other":
         raise ConfigError(f"a report reads texts or images, but {loaded.name!r} takes {loaded.model.main_input_name}")
     if loaded.processor is None:
         raise ConfigError(
@@ -81,23 +82,22 @@ def load_inputs(
         # By default as many rows are held out as in a conversion, and so the same ones, unless more are requested.
         holdout=options.inputs if options.inputs > HOLDOUT else None,
     )
-    examples, description = _examples(loaded, options, config)
+    examples, description = _examples(loaded.processor, modality, options, config)
     if options.dataset is None and made.part("options").values.get("dataset"):
         notes.append("These inputs are built in, not the checkpoint's training data; name that with --dataset.")
-    modality: Any = loaded.modality
     encoder = make_encoder(loaded.processor, modality, length, False)
     batches = [encoder(examples[begin : begin + BATCH], slice(None)) for begin in range(0, len(examples), BATCH)]
     return description, batches, notes
 
 
-def _examples(loaded: Loaded, options: InputOptions, config: DataConfig) -> tuple[Sequence[Example], str]:
+def _examples(
+    processor: Processor, modality: Modality, options: InputOptions, config: DataConfig
+) -> tuple[Sequence[Example], str]:
     """Return held-out examples, or the first examples of data that is too small to hold any out.
 
     Returns:
         The examples, and a description of their data.
     """
-    modality: Any = loaded.modality
-    processor: Any = loaded.processor
     if len(config.sources) == 1:
         records, origin = open_records(config.sources[0][0], config, modality)
         total = len(records.sizes)

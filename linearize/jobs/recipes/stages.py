@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel
@@ -47,6 +47,7 @@ from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import hold_out, prepare
+from linearize.training.stage_two.rows import RowSet, as_dataset
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record
 from linearize.training.stage_two.splits import Given, located, raw_table
 from linearize.training.stage_two.task_types.base import TaskData
@@ -288,8 +289,8 @@ def batches_of(data: TaskData, options: Batches, seed: int) -> RowBatches:
     """
     split = hold_out(data, seed=seed)
     assert split.selection is not None
-    parts: Any = [split.train, split.extra]
-    train = ConcatDataset(parts) if split.extra else split.train
+    extra = split.extra
+    train: RowSet = ConcatDataset([as_dataset(split.train), as_dataset(extra)]) if extra else split.train
     return RowBatches(train, split.selection, data.collate, data.digest, options.batch_size, options.holdout, seed)
 
 

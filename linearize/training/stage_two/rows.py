@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from linearize.core.heads import Row as Row
+from linearize.core.heads import RowSet as RowSet
 from linearize.core.registry import Values
 from linearize.data.encode import TOKEN_FIELDS
 from linearize.training.stage_two.config import DataOptions
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label that losses ignore, and transformers' padding of predictions."""
-Row = Values
-"""A row, by field name: numbers, lists of them, arrays, an image."""
 Facts = Values
 """Facts about the rows that are needed to read the metrics (`row_facts`); windows and questions add others."""
 Predictions: TypeAlias = "np.ndarray | tuple[np.ndarray, ...]"
@@ -36,14 +37,9 @@ class Outputs(Protocol):
     logits: Tensor
 
 
-class RowSet(Protocol):
-    """Rows by number: a list of them, or an object that makes them."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def __getitem__(self, place: int, /) -> Row:
-        """Return one row."""
+def as_dataset(rows: RowSet) -> Dataset[Row]:
+    """Return rows as transformers' types ask for them; its code takes any rows by number."""
+    return cast("Dataset[Row]", rows)
 
 
 class Chosen:

@@ -13,7 +13,7 @@ import dataclasses
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linearize.core.errors import ConfigError, repeated, unknown_name
 from linearize.core.registry import Values
@@ -151,15 +151,15 @@ _CORRELATIONS = ("pearson", "spearman")
 _CLASSES: Values = {"metrics": ("accuracy", "f1_macro"), "score": ("accuracy",)}
 
 
-def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: Any) -> Task:
+def _glue(name: str, summary: str, columns: tuple[str, ...], labels: tuple[str, ...] | None, **more: object) -> Task:
     folders = (name, name.replace("sst2", "SST-2"), name.upper())
     values: Values = {"kind": "text:TextClassification", "dataset": f"nyu-mll/glue:{name}", "folders": folders}
-    return Task(name, summary=summary, columns=columns, labels=labels, **(values | more))
+    return Task(name, summary=summary, columns=columns, labels=labels, **{**values, **more})
 
 
-def _language(name: str, kind: str, summary: str, **more: Any) -> Task:
+def _language(name: str, kind: str, summary: str, **more: object) -> Task:
     values: Values = {"label": None, "metrics": ("perplexity",), "lower_is_better": True, "percent": False}
-    return Task(name, kind, summary, **(values | more))
+    return Task(name, kind, summary, **{**values, **more})
 
 
 _ALL = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import ConcatDataset, Sampler
+from torch.utils.data import ConcatDataset, Dataset, Sampler
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
@@ -39,7 +39,7 @@ from linearize.training.stage_one.run import check_moments, tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.progress import LossMeter, meter_of
-from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, by_length
+from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, Row, as_dataset, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 
 WEIGHTS = "model.safetensors"
@@ -73,12 +73,11 @@ class Tuner(Trainer):
         on_log: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.data, self.tune, self.teacher, self.selecting = data, config, teacher, False
-        # Any indexable rows will do, although transformers' types ask for torch's data sets.
-        self.selection: Any = data.selection
-        train: Any = data.train
+        self.selection = None if data.selection is None else as_dataset(data.selection)
+        train = as_dataset(data.train)
         self.order = by_length(data.validation)
-        validation: Any = data.validation if self.order is None else Chosen(data.validation, self.order)
-        extra: Any = data.extra if teacher is not None else None
+        validation = data.validation if self.order is None else Chosen(data.validation, self.order)
+        extra = data.extra if teacher is not None else None
         self.on_log, self.tokens = on_log, 0
         # An epoch seeds it (`Hooks`): transformers' groups of similar length depend on all random numbers before them.
         self.groups = torch.Generator()
@@ -89,8 +88,8 @@ class Tuner(Trainer):
         super().__init__(
             model=model,
             args=training_arguments(data, config, folder, device),
-            train_dataset=ConcatDataset([train, extra]) if extra else train,
-            eval_dataset=validation,
+            train_dataset=ConcatDataset([train, as_dataset(extra)]) if extra else train,
+            eval_dataset=as_dataset(validation),
             data_collator=data.collate,
             compute_metrics=self.compute_task_metrics,
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
@@ -171,7 +170,7 @@ class Tuner(Trainer):
             self.args.warmup_steps = 0
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+    def _get_train_sampler(self, train_dataset: Dataset[Row] | None = None) -> Sampler[int] | None:
         sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.generator = self.groups
@@ -180,16 +179,17 @@ class Tuner(Trainer):
     def label_weight(self) -> float:
         """Return the weight of the labels at this step: 0 at first, then a linear rise."""
         done = self.state.global_step / max(1, self.state.max_steps)
-        late = done - self.tune.labels_from
-        ramp = self.tune.labels_ramp
+        late, ramp = done - self.tune.labels_from, self.tune.labels_ramp
         share = 0.0 if late < 0 else 1.0 if late >= ramp else late / ramp
         return self.tune.labels_weight * share
 
-    def get_batch_samples(self, *given: Any, **named: Any) -> tuple[list[Any], Tensor | int | None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Row], num_batches: int, device: torch.device
+    ) -> tuple[list[Row], Tensor | int | None]:
         """Return the batches of a step, and how many tokens they predict; the first of a row is never predicted."""
-        batches, count = super().get_batch_samples(*given, **named)
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.model_accepts_loss_kwargs and batches:
-            count = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches).to(self.args.device)
+            count = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches).to(device)
             count = count if self.args.world_size == 1 else self.accelerator.gather(count).sum()
         return batches, count
 
@@ -236,9 +236,9 @@ class Tuner(Trainer):
             self._parts.setdefault(name, []).append(part.detach().float())
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, model: nn.Module, inputs: Values, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Values, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Do one step, and add its loss to the sum over the whole run, resumed or not."""
-        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
         meter_of(self).total += loss.detach().float()
         self.tokens += tokens_in(inputs) * self.args.world_size
         return loss
@@ -273,15 +273,15 @@ class Tuner(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Measure the validation rows, and the selection rows (`measure_selection`)."""
         output = super().evaluation_loop(*args, **kwargs)
-        if self.selection is not None:
-            output.metrics.update(self.measure_selection())  # type: ignore[union-attr]
+        if self.selection is not None and output.metrics is not None:
+            output.metrics.update(self.measure_selection())
         return output
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor | None, Any, Any]:
+        self, model: nn.Module, inputs: Row, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return loss, outputs and labels of a batch; its loss leaves out rows that only fill the last batch."""
-        found: Any = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         state, size = self.accelerator.gradient_state, find_batch_size(inputs)
         if self.args.world_size == 1 or found[0] is None or not state.end_of_dataloader or state.remainder <= 0:
             return found
@@ -318,7 +318,7 @@ class Tuner(Trainer):
         loss = found["selection_loss"] - weight * found["selection_excess"]
         return {"eval_selection": loss, "eval_selection_error": weight * found["selection_error"]}
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+    def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
         """Keep the latest state whose loss on the held-out rows is within a standard error of the lowest.
 
         On few rows the lowest loss is often chance, and a falling rate favours late states (Hastie, Tibshirani and

@@ -47,7 +47,7 @@ class TaskType(Kind):
     """
 
     absent: tuple[str, ...] = ()
-    unlabelled: Any = IGNORED
+    unlabelled: float | None = IGNORED
 
     def __init__(self, task: Task, processor: Any = None, options: DataOptions | None = None) -> None:
         self.task, self.processor, self.options, self.epoch = task, processor, options or DataOptions(), 0
@@ -246,7 +246,7 @@ class TaskData:
     def digest(self) -> str:
         """Return the hash of the rows, which tells whether a resumed run has the same ones."""
         parts = (self.train, self.validation, self.selection, self.extra)
-        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])  # type: ignore[arg-type]
+        return data_digest([None if rows is None else rows_digest(rows) for rows in parts])
 
 
 def first_output(outputs: Any) -> Any:
