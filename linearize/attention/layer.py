@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from linearize.attention.cache import LinearStateLayer, Recorded, mapped
 from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.earlier import mask_earlier
 from linearize.attention.factory import build_mixer
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.attention.shape import HeadShape
@@ -30,13 +31,26 @@ Observer = Callable[["LinearAttention", Tensor, Tensor, Tensor, Mask, float], Te
 It returns the layer's output [B, H, T, V], or None to use the output of softmax."""
 
 
+Result = TypeVar("Result")
+
+
+class Across(Protocol):
+    """Mixes this process's part of a row with those of others (`linearize.modeling.context_parallel`)."""
+
+    def attend(self, mixer: FeatureMapMixer, call: AttentionCall) -> tuple[Tensor, MixerState | None]:
+        """Mix as a mixer does, over all parts."""
+
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse a call that is not built."""
+
+
 def _thread(tracing: bool) -> int:
     # A traced graph must not contain the thread's number; tracing uses one thread.
     return 0 if tracing else threading.get_ident()
 
 
 @torch.compiler.disable
-def _untraced(function: Callable[..., Any], *args: object) -> Any:
+def _untraced(function: Callable[..., Result], *args: object) -> Result:
     return function(*args)
 
 
@@ -64,7 +78,13 @@ class LinearAttention(nn.Module):
         self.declares_direction = False
         self.local_as_full = False
         self.cache_index: int | None = None
-        self.across: Any = None
+        self.across: Across | None = None
+
+    @property
+    def map_mixer(self) -> FeatureMapMixer:
+        """The mixer of a kernel with a feature map."""
+        assert isinstance(self.mixer, FeatureMapMixer)
+        return self.mixer
 
     @property
     def hybrid(self) -> Hybrid:
@@ -144,7 +164,7 @@ class LinearAttention(nn.Module):
             readable = key_padding_mask.device.type == "cpu" and not tracing
             if readable and bool(key_padding_mask.all()):
                 key_padding_mask = None
-        mix = self.mixer if self.across is None else functools.partial(self.across.attend, self.mixer)
+        mix = self.mixer if self.across is None else functools.partial(self.across.attend, self.map_mixer)
         if cache is None:
             missing = k.shape[2] - q.shape[2]
             padded = F.pad(q, (0, 0, missing, 0)) if missing else q

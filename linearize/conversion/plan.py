@@ -7,12 +7,12 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.layer import LinearAttention
 from linearize.attention.parts import can_fade
 from linearize.conversion.attentions import (
     CROSS,
@@ -243,8 +243,9 @@ def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Pla
     """Change the additions to the kernels of a converted model, by module, in place; return the new plan."""
     plan = Plan.from_dict(model.config.linearize)
     for module, hybrid in hybrids.items():
-        mixer: Any = model.base_model.get_submodule(f"{module}.linear_attention").mixer
-        mixer.change(hybrid)
+        layer = model.base_model.get_submodule(f"{module}.linear_attention")
+        assert isinstance(layer, LinearAttention)
+        layer.map_mixer.change(hybrid)
     changed = [layer for layer in plan.layers if layer.module in hybrids]
     plan = plan.with_layers(dataclasses.replace(layer, hybrid=hybrids[layer.module]) for layer in changed)
     model.config.linearize = {**model.config.linearize, **plan.to_dict()}

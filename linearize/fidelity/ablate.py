@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,9 +95,9 @@ def _has_kernel_and_window(layer: LinearAttention) -> bool:
 
 def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
     """Remove the kernel next to a window; return a function that restores it, None without window or kernel."""
-    mixer: Any = layer.mixer
     if not _has_kernel_and_window(layer):
         return None
+    mixer = layer.map_mixer
     keys, queries = mixer.keys, mixer.queries
     mixer.keys, mixer.queries = _NoFeatures(keys), None if queries is None else _NoFeatures(queries)
     mixer.memory.clear()
@@ -112,7 +111,7 @@ def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:
 
 def changed(layer: LinearAttention, hybrid: Hybrid) -> Callable[[], None]:
     """Change a layer's additions; return a function that restores them."""
-    mixer: Any = layer.mixer
+    mixer = layer.map_mixer
     before = mixer.hybrid
     mixer.change(hybrid)
     return lambda: mixer.change(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -276,8 +275,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
 
 def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> None:
     """Add the figures that compare normalised weights, block by block; there is no padding."""
-    mixer: Any = layer.mixer
-    window = mixer.form(scaling) if teacher.has_rows(layer) else None
+    window = layer.map_mixer.form(scaling) if teacher.has_rows(layer) else None
     kept, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
     # In `far_mass`, exact keys and routed blocks count as far.
@@ -291,7 +289,7 @@ def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scal
         sums.add("total_variation", 0.5 * (t - w).abs().sum(dim=-1))
         if near is not None:
             sums.add("far", (t * ~near.rows(rows.places, rows.seen)).sum(dim=-1))
-        if not mixer.positive:
+        if not layer.mixer.positive:
             # Masked keys have weight zero.
             sums.add("negative", (w < 0).float().sum(dim=-1))
             seen = rows.places + 1 if rows.causal else torch.full_like(rows.places, rows.seen)
@@ -302,10 +300,10 @@ def _weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, scaling: float, window: Window | None
 ) -> Callable[[teacher.Rows, Tensor], Tensor]:
     """Return a function that maps a block of rows and its scores to signed normalised weights [B, K, G, C, seen]."""
-    mixer: Any = layer.mixer
-    if not teacher.has_rows(layer) or (window is not None and not mixer.positive):
-        whole = group_queries(mixer.weights(q, k, scaling=scaling), k.shape[1])
+    if not teacher.has_rows(layer) or (window is not None and not layer.mixer.positive):
+        whole = group_queries(layer.mixer.weights(q, k, scaling=scaling), k.shape[1])
         return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
+    mixer = layer.map_mixer
     queries, keys = mixer.mapped(q, k, scaling=scaling)
     if window is not None:
         return _hybrid_rows(Mapped(q, *queries), Mapped(k, *keys), window)
@@ -313,8 +311,9 @@ def _weight_rows(
     def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
         phi_q, phi_k = queries.phi[:, :, rows.part], keys.phi[:, :, : rows.seen]
         scale = None if keys.log_scale is None else keys.log_scale[:, :, : rows.seen]
-        options = {"causal": rows.causal, "rows": rows.places, "eps": mixer.eps, "floor": mixer.floor}
-        weights = kernel_weights(phi_q, phi_k, log_scale=scale, **options)
+        weights = kernel_weights(
+            phi_q, phi_k, log_scale=scale, causal=rows.causal, rows=rows.places, eps=mixer.eps, floor=mixer.floor
+        )
         return group_queries(weights, k.shape[1])
 
     return rows_of

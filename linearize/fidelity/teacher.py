@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.cache import text_config
@@ -47,7 +47,7 @@ def run_body(model: PreTrainedModel, batch: Batch) -> Any:
     return run_module(body_of(model), model.config, batch)
 
 
-def run_module(module: Any, config: PreTrainedConfig, batch: Batch) -> Any:
+def run_module(module: nn.Module, config: PreTrainedConfig, batch: Batch) -> Any:
     """Run a model or its body on a batch (such as `input_ids` [B, T]), without cache, labels and unknown columns.
 
     Raises:
@@ -142,9 +142,9 @@ def show(model: PreTrainedModel, batches: Iterable[Batch], visit: Visit) -> None
     device = next(model.parameters()).device
     names = {id(layer): name for name, layer in linear_attentions(model).items()}
 
-    def observe(layer: LinearAttention, q: Tensor, *rest: Any) -> Tensor | None:
+    def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
         with torch.autocast(device_type=q.device.type, enabled=False):
-            return visit(names[id(layer)], layer, q, *rest)
+            return visit(names[id(layer)], layer, q, k, v, mask, scaling)
 
     moved = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
     if not moved:

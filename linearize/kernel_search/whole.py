@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import observed
-from linearize.attention.layer import LinearAttention
+from linearize.attention.layer import LinearAttention, Mask
 from linearize.core.errors import ConfigError
 from linearize.fidelity.teacher import frozen_output, show, softmax_output
 from linearize.kernel_search.candidates import Candidates, Key
@@ -178,11 +177,13 @@ class WholeModel:
         """Run the frozen model with the chosen candidates' outputs in place of its layers'."""
         labels = dict(zip(self.candidates.hosts, choice, strict=True))
 
-        def observe(layer: LinearAttention, *inputs: Any) -> Tensor | None:
+        def observe(
+            layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float
+        ) -> Tensor | None:
             number = self.candidates.number_of[id(layer)]
             if labels[number] == SOFTMAX:
-                return frozen_output(layer, *inputs)
-            return self.candidates.modules[number, labels[number]](*inputs)
+                return frozen_output(layer, q, k, v, mask, scaling)
+            return self.candidates.modules[number, labels[number]](q, k, v, mask, scaling)
 
         with observed(self.model, observe):
             return self.objective.learn(batch)

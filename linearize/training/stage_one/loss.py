@@ -215,7 +215,8 @@ class _Walk:
             grad_k,
             None if log_scale is None else (grad_k * phi_k).sum(dim=-1),
         ]
-        return [None if x is None else g.reshape(x.shape) for g, x in zip(found, features, strict=True)]  # type: ignore[union-attr]
+        given = zip(found, features, strict=True)
+        return [None if g is None or x is None else g.reshape(x.shape) for g, x in given]
 
     def _block(self, unit: _Unit, rows: Rows) -> None:
         """Add the loss of some rows, and their gradients to the unit's."""

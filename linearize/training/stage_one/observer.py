@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -98,7 +97,7 @@ class LayerLoss:
 
     def _weights(self, targets: Targets, chosen: Targets, train: bool) -> Tensor:
         """Return the cross-entropy of the chosen queries' weights; only features exist for all tokens at once."""
-        mixer: Any = self.layer.mixer
+        mixer = self.layer.map_mixer
         with torch.set_grad_enabled(train):
             queries, keys = mixer.mapped(
                 targets.q,
@@ -111,7 +110,7 @@ class LayerLoss:
             window = mixer.form(targets.scaling)
             loss, gradients = cross_entropy(queries, keys, chosen, self.penalty, window, gradient=train)
         pairs = zip((*queries, *keys), gradients, strict=True)
-        reached = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
+        reached = [(x, gradient) for x, gradient in pairs if x is not None and gradient is not None and x.requires_grad]
         if reached:
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
         return loss

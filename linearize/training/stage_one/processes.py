@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearize.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from accelerate import Accelerator
@@ -115,7 +116,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.held = self.waiting = False
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -148,4 +149,5 @@ class Interrupts:
         if self.held and not self.waiting:
             self.waiting = True
             return
+        assert callable(self._before)
         self._before(number, frame)

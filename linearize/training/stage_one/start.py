@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,15 +82,17 @@ def has_zero_scales(layer: LinearAttention) -> bool:
     """Tell whether a layer has a window, and log-scales that are zero."""
     if layer.hybrid.window is None or layer.hybrid.scale == SCALES[0]:
         return False
-    mixer: Any = layer.mixer
-    scales = (mixer.query_scale, mixer.key_scale)
+    mixer = layer.map_mixer
+    scales = [scale for scale in (mixer.query_scale, mixer.key_scale) if scale is not None]
     # The hidden units of a network are random; their output weights are zero.
     return not any(bool(x.any()) for scale in scales for x in (scale.weight, scale.bias, scale.out) if x is not None)
 
 
 def _fitted(layer: LinearAttention) -> tuple[Tensor, Tensor, Tensor]:
-    mixer: Any = layer.mixer
-    return mixer.query_scale.weight, mixer.query_scale.bias, mixer.key_scale.weight
+    mixer = layer.map_mixer
+    queries, keys = mixer.query_scale, mixer.key_scale
+    assert queries is not None and queries.bias is not None and keys is not None
+    return queries.weight, queries.bias, keys.weight
 
 
 @torch.no_grad()
@@ -103,8 +104,9 @@ def fit_scales(layer: LinearAttention, targets: Targets) -> None:
         targets: queries and keys of the frozen layer for all tokens.
     """
     check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "start of the scales")
-    mixer: Any = layer.mixer
+    mixer = layer.map_mixer
     window, size = mixer.form(targets.scaling), layer.shape.head_dim
+    assert window is not None
     key_heads, groups = layer.shape.key_heads, layer.shape.heads // layer.shape.key_heads
     unknowns = groups * (size + 1) + size
     moments = torch.zeros(key_heads, unknowns, unknowns, dtype=torch.float64)
@@ -147,13 +149,14 @@ def _blocks(
         the kernel's log-weights of them, [b, K, G, C, S], -inf elsewhere and in heads that keep softmax; and the
         logsumexp of s_ij over all keys that a query sees [b, K, G, C, 1].
     """
-    mixer: Any = layer.mixer
+    mixer = layer.map_mixer
     count = layer.shape.key_heads
     counts = targets.counting(mixer.heads).heads
     left_out = None if counts is None else ~counts.view(count, -1, 1, 1)
     for batch, tokens in pieces(targets.key_padding_mask):
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
+        assert queries.log_scale is not None and keys.log_scale is not None
         key_scale, near, every = keys.log_scale, NearKeys(window, keys.log_scale, k), max(1, q.shape[2] // QUERIES)
         some, phi_q, query_scale = (
             group_queries(side[:, :, every - 1 :: every], count)
