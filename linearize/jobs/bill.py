@@ -17,7 +17,7 @@ do not count activations, which depend on gradient checkpointing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -139,7 +139,9 @@ def _gb(count: int) -> str:
 class _Zeros(TorchFunctionMode):
     """Makes linear maps return zeros: the trial run of a plan needs shapes and masks only."""
 
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Values | None = None) -> object:
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Values | None = None
+    ) -> object:
         if function is nn.functional.linear:
             x, weight = args[:2]
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
@@ -179,7 +181,8 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
     tokens, rows = within(loaded, job.distill_length or within(loaded)), job.data.batch_size
     with torch.device("meta"):
         kernels = [sum(p.numel() for p in LinearAttention(*layer.mixer).parameters()) for layer in plan.converted]
-    body = {key: size for key, size in sizes.items() if _in_body(model, key)}
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    body = {key: size for key, size in sizes.items() if key.startswith(prefix)}
     names = [f"{blocks}.{name}." for name, _ in model.get_submodule(blocks).named_children()] if blocks else []
     in_blocks = [sum(size for key, size in sizes.items() if key.startswith(name)) for name in names]
     outside = sum(body.values()) - sum(in_blocks)
@@ -239,10 +242,6 @@ def _fill(model: nn.Module) -> None:
                 if tensor is not None:
                     zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                     own[name] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
-
-
-def _in_body(model: PreTrainedModel, name: str) -> bool:
-    return model.base_model is model or name.startswith(f"{model.base_model_prefix}.")
 
 
 def _inside(model: PreTrainedModel, plan: Plan, pattern: re.Pattern[str]) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -139,33 +139,27 @@ class Read:
     result: SideResult
 
 
+@dataclass
 class Sides:
     """Measures checkpoints on the same rows and times them in turns; every checkpoint is loaded once.
 
-    Args:
+    Attributes:
         task: the task.
         dataset: the data, passed to `linearize.training.stage_two.prepare.prepare`.
         device: device that the models run on.
         on_event: called with `Started` before each side, and with `Advanced` after each batch.
         batch_size: rows per batch; None: as many as fit into `TOKENS` tokens, at most `MOST_ROWS`.
         memory: whether to measure the peak memory of the longest row, in a separate process.
-
-    Attributes:
         read: the measured sides.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        dataset: Given | None,
-        device: str,
-        on_event: Callback,
-        batch_size: int | None = None,
-        memory: bool = False,
-    ) -> None:
-        self.task, self.dataset, self.device, self.on_event = task, dataset, device, on_event
-        self.batch_size, self.memory = batch_size, memory
-        self.read: list[Read] = []
+    task: Task
+    dataset: Given | None
+    device: str
+    on_event: Callback
+    batch_size: int | None = None
+    memory: bool = False
+    read: list[Read] = field(default_factory=list)
 
     def measure(self, name: str, checkpoint: str, options: DataOptions, without: str | None = None) -> Read:
         """Measure one side; the rows are made with its own tokenizer or image processor.

@@ -42,7 +42,7 @@ def check_weights(
     model: type[PreTrainedModel],
     config: PreTrainedConfig,
     variant: str | None = None,
-    **hub: Any,
+    **hub: object,
 ) -> tuple[set[str], dict[str, str] | None]:
     """Check that the weights of a checkpoint fit the model that its config.json describes.
 
@@ -122,7 +122,8 @@ def check_loaded(model: PreTrainedModel, info: ReadOnlyValues, saved: set[str]) 
             kept = shared if problem == "missing_keys" else ()
             bad = [key for key in keys if ".linear_attention." in key or key.removeprefix(prefix) in kept]
         if bad:
-            own, saved_as = (x.removeprefix("Linearized") for x in (type(model).__name__, _saved_as(model)))
+            recorded = (model.config.architectures or [type(model).__name__])[0]
+            own, saved_as = (x.removeprefix("Linearized") for x in (type(model).__name__, recorded))
             why = "the checkpoint is incomplete, or the installed transformers reads their names differently: download "
             why += "it again or convert the model again"
             if saved and own != saved_as:
@@ -130,10 +131,6 @@ def check_loaded(model: PreTrainedModel, info: ReadOnlyValues, saved: set[str]) 
                 why = f"{own} reads other names, so they would be random: load it as {saved_as}, which was saved"
             raise CheckpointError(f"weights that config.json asks for were not loaded ({problem}: {some(bad)}); {why}")
     check_numbers(model, unread=set(info.get("missing_keys", ())))
-
-
-def _saved_as(model: PreTrainedModel) -> str:
-    return (model.config.architectures or [type(model).__name__])[0]
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
