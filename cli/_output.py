@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -68,8 +69,9 @@ def console(*, to_stderr: bool = False) -> Screen:
     """
     stream = sys.stderr if to_stderr else sys.stdout
     # Names may have letters that the stream's encoding lacks.
-    with contextlib.suppress(AttributeError, OSError):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors="backslashreplace")
     # A terminal of unknown size may have COLUMNS=0, at which rich prints nothing.
     columns = os.environ.get("COLUMNS", "")
     known = int(columns) > 0 if columns.isdecimal() else stream.isatty()

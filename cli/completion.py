@@ -38,7 +38,7 @@ def whole_parser() -> argparse.ArgumentParser:
             if action.choices is None and action.nargs != 0:
                 action.choices = names.get((verb, action.dest), values.get(action.dest))
             if action.choices is None:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                vars(action)["complete"] = shtab.FILE
         # `add_parser` would build a new parser.
         verbs._name_parser_map[verb] = parser
         verbs._choices_actions.append(verbs._ChoicesPseudoAction(verb, [], VERBS[verb].summary))

@@ -7,11 +7,10 @@ import itertools
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from linearize.attention.backends.choose import explain
+from linearize.attention.backends.choose import Explanation, explain
 from linearize.attention.factory import build_mixer
 from linearize.attention.mixer import Mixer
 from linearize.attention.native import SWITCH, engine
@@ -127,11 +126,11 @@ def explain_layers(
     out: Screen, layers: Mapping[str, Mixer], tokens: int, device: str, dtype: torch.dtype | None = None
 ) -> None:
     """Print the backends of layers by name, with equal layers grouped."""
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    folded: dict[tuple[str, tuple[Explanation, ...]], list[str]] = {}
     for name, mixer in layers.items():
-        explanations = explain(mixer, tokens, device=device, dtype=dtype or torch.float32)
-        folded.setdefault((mixer.info.name, *explanations), []).append(name)
-    for (kernel, *found), names in folded.items():
+        explanations = tuple(explain(mixer, tokens, device=device, dtype=dtype or torch.float32))
+        folded.setdefault((mixer.info.name, explanations), []).append(name)
+    for (kernel, found), names in folded.items():
         called = ", ".join(names)
         if all(name.isdecimal() for name in names):
             # Layer numbers as ranges, such as layers 0-3, 5: consecutive numbers are as far from their places.

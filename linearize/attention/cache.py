@@ -316,7 +316,7 @@ class LinearizeCache(DynamicCache):
 def cache_nbytes(cache: Cache) -> int:
     """Return the size in bytes of the states, keys and values in a cache."""
 
-    def size(layer: Any) -> int:
+    def size(layer: object) -> int:
         if isinstance(layer, LinearStateLayer):
             return layer.nbytes()
         kept = (getattr(layer, "keys", None), getattr(layer, "values", None))

@@ -94,10 +94,10 @@ def state_bytes(
     """
     with torch.device("meta"):
         mixer = build_mixer(kernel, arguments, replace(shape, causal=True), hybrid)
-        sizes = {"q": (shape.heads, shape.head_dim), "k": (shape.key_heads, shape.head_dim)}
-        sizes["v"] = (shape.key_heads, shape.value_dim)
-        inputs: Any = {name: torch.zeros(1, heads, tokens, size, dtype=dtype) for name, (heads, size) in sizes.items()}
-        return nbytes(mixer(AttentionCall(**inputs, scaling=1.0, needs_state=True))[1])
+        keys = (shape.key_heads, shape.head_dim), (shape.key_heads, shape.value_dim)
+        sizes = (shape.heads, shape.head_dim), *keys
+        q, k, v = (torch.zeros(1, heads, tokens, size, dtype=dtype) for heads, size in sizes)
+        return nbytes(mixer(AttentionCall(q, k, v, 1.0, needs_state=True))[1])
 
 
 def sums_bytes(info: KernelInfo, config: object, shapes: Iterable[HeadShape]) -> int | None:

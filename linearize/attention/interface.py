@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from linearize.attention.layer import LinearAttention, Observer
-from linearize.attention.mask_functions import without_window
+from linearize.attention.mask_functions import MaskFunction, without_window
 from linearize.attention.masks import (
     is_local,
     keep_on_cpu,
@@ -30,7 +30,7 @@ from linearize.attention.masks import (
 from linearize.attention.mixer import EAGER, IMPLEMENTATION, LOCAL_AS_FULL
 from linearize.attention.packing import SEGMENTS, attend_apart, blocks, whole_documents
 from linearize.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from linearize.core.registry import ReadOnlyValues
+from linearize.core.registry import ReadOnlyValues, Values
 from linearize.ops.state import is_tracing
 
 UNSUPPORTED_SCORE_MODS = {
@@ -112,7 +112,7 @@ def attention_forward(
                 "or use_cache=False"
             )
         before, whole = key.shape[2] - query.shape[2], query
-        options: dict[str, Any] = {"scaling": scaling, "key_padding_mask": mask}
+        options: Values = {"scaling": scaling, "key_padding_mask": mask}
         if before:
             # A host with a cache of plain keys passes the queries of its last tokens only.
             whole = F.pad(query, (0, 0, before, 0))
@@ -217,7 +217,7 @@ def softmax_forward(
     *,
     scaling: float,
     causal: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with softmax through transformers' own SDPA function; accepts a 2-D key padding mask or a 4-D mask.
 
@@ -290,7 +290,7 @@ def mask_function(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Any = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:

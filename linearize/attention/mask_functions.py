@@ -16,7 +16,7 @@ MaskFunction = Callable[..., Any]
 _NONE = torch.zeros(1, dtype=torch.long)
 _AND = masks.and_masks(causal_mask_function).__code__
 # New in transformers 5.24; before it, positions are not remapped.
-_remap: Any = getattr(masks, "remap_positions_for_packed_sequence", None)
+_remap: Callable[..., MaskFunction] | None = getattr(masks, "remap_positions_for_packed_sequence", None)
 _REMAP = None if _remap is None else _remap(causal_mask_function, _NONE).__code__
 _PACKED = masks.packed_sequence_mask_function(_NONE).__code__
 _LOCAL = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 
 from linearize.attention.cache import given_cache, text_config
 from linearize.core.errors import UnsupportedModelError
@@ -162,7 +163,7 @@ def forget_documents(root: object, args: object, output: object) -> None:
         SEGMENTS.set(None)
 
 
-def _caches(root: Any, kwargs: Mapping[str, object]) -> bool:
+def _caches(root: PreTrainedModel, kwargs: Mapping[str, object]) -> bool:
     """Tell whether a forward makes a generation cache by itself."""
     asked = kwargs.get("use_cache")
     asked = getattr(text_config(root.config), "use_cache", False) if asked is None else asked

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import CheckpointError, UnsupportedModelError, first_line, missing_package
@@ -18,6 +19,7 @@ from linearize.core.parsing import user_path
 from linearize.core.registry import ReadOnlyValues, Values
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PreTrainedModel
 
 SUFFIX = ".gguf"
@@ -210,7 +212,7 @@ def _header(path: Path, size: int, changed: int) -> tuple[str, int, int]:
     )
 
 
-def _need(package: str) -> Any:
+def _need(package: str) -> ModuleType:
     """Import a package of the extra `gguf`.
 
     Raises:
@@ -222,7 +224,7 @@ def _need(package: str) -> Any:
         raise missing_package(error) or error from error
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> GGUFReader:
     gguf = _need("gguf")
     try:
         return gguf.GGUFReader(path)

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.attention.cache import text_config
 from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
@@ -377,7 +377,7 @@ def _ids(config: PreTrainedConfig, name: str) -> list[int]:
     return [i for i in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(i, int)]
 
 
-def set_length(tokenizer: Any, tokens: int) -> None:
+def set_length(tokenizer: PreTrainedTokenizerBase, tokens: int) -> None:
     """Set a tokenizer's longest input, also in tokenizer.json, which readers without Python follow."""
     tokenizer.model_max_length, stored = tokens, getattr(tokenizer, "backend_tokenizer", None)
     if "max_length" in tokenizer.init_kwargs:

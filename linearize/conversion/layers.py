@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -241,7 +240,7 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
         if index in kept:
             chosen.append((SOFTMAX, {}))
         elif index in named:
-            entry: Any = named[index]
+            entry = named[index]
             try:
                 chosen.append((entry, {}) if isinstance(entry, str) else (entry[0], dict(entry[1])))
             except (TypeError, ValueError, IndexError, KeyError):

@@ -12,7 +12,7 @@ import contextlib
 import re
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,10 +48,10 @@ def wrap(model: nn.Module, model_args: Mapping[str, object] | None = None) -> Pr
     """
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification, TimmWrapperModel
 
-    source: Any = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+    source: Values = dict(getattr(model, "pretrained_cfg", ()))
     plain = (str, int, float, bool, list, tuple, type(None))
     facts: Values = {key: value for key, value in source.items() if isinstance(value, plain)}
-    classes = int(model.num_classes)  # type: ignore[arg-type]
+    classes = int(getattr(model, "num_classes", 0))
     arguments = {name: value for name, value in (model_args or {}).items() if name != "num_classes"}
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
@@ -108,17 +108,16 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Tensor | bool]) -> list[C
         UnsupportedModelError: if no attention is called, although there are modules with such names.
     """
     watcher = _Watcher()
-    modules: list[Any] = list(model.modules())
     with contextlib.ExitStack() as undo, torch.no_grad(), watcher:
-        for module in modules:
+        for module in list(model.modules()):
             undo.enter_context(module.register_forward_pre_hook(watcher.enter))
             undo.enter_context(module.register_forward_hook(watcher.leave, always_call=True))
             if getattr(module, "fused_attn", None) is False:
                 # timm's switch between the fused function and the explicit formula.
-                module.fused_attn = True
+                vars(module)["fused_attn"] = True
                 undo.callback(setattr, module, "fused_attn", False)
             if (forward := form(type(module))) is not None:
-                module.forward = types.MethodType(forward, module)
+                vars(module)["forward"] = types.MethodType(forward, module)
                 undo.callback(delattr, module, "forward")
         model(**inputs)
     calls = watcher.calls
@@ -186,7 +185,9 @@ class _Watcher(TorchFunctionMode):
         """Note that the module that started last has run."""
         self.running.pop()
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Values | None = None) -> object:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Values | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.running:
             self._note(*args, **kwargs)

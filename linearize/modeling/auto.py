@@ -78,7 +78,7 @@ _READING = ("trust_remote_code", "revision", "cache_dir", "token", "local_files_
 """Arguments of `from_pretrained` that say where a config is and whether its code may run."""
 
 
-def _from_dict(cls: type[PreTrainedConfig], config_dict: Values, **kwargs: Any) -> Any:
+def _from_dict(cls: type[PreTrainedConfig], config_dict: Values, **kwargs: object) -> PreTrainedConfig:
     """Read a config as transformers does, but refuse to read a converted model's config as the original's.
 
     Otherwise a model of the original's class would run a converted checkpoint as softmax. `GUARD` also prevents this,
@@ -131,7 +131,7 @@ def _tell_peft() -> None:
     tuner = vars(sys.modules[_PEFT])["BaseTuner"]
     read = tuner.get_model_config
 
-    def get_model_config(model: object) -> Any:
+    def get_model_config(model: object) -> Values:
         values, found = read(model), getattr(model, "config", None)
         return {**values, "model_type": found.model_type} if isinstance(found, LinearizeConfig) else values
 

@@ -101,7 +101,7 @@ def add_default_caches(root: PreTrainedModel) -> None:
     for part in (root, *(part for part in towers if cache_name(part.forward) and _cache_indices(part))):
         files = [sys.modules[base.__module__] for base in type(part).__mro__ if base.__module__ in sys.modules]
         if not any(_is_own_cache(kind) for file in files for kind in vars(file).values() if isinstance(kind, type)):
-            part.register_forward_pre_hook(_default_cache, with_kwargs=True)  # type: ignore[arg-type]
+            part.register_forward_pre_hook(_default_cache, with_kwargs=True)
 
 
 def hand_over_cache(host: nn.Module, args: tuple[object, ...], kwargs: Values) -> None:
@@ -166,7 +166,7 @@ def _is_own_cache(kind: type) -> bool:
     return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
 
 
-def _default_cache(root: Any, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
+def _default_cache(root: PreTrainedModel, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
     """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
     If attention weights are requested, they need all keys in later steps: return None if the host's own cache has them.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
 from linearize.core.errors import UnsupportedModelError
+from linearize.core.registry import ReadOnlyValues
 from linearize.modeling.model import evaluating
 from linearize.modeling.offload import in_memory
 from linearize.modeling.weights import BLOCKS
@@ -158,6 +159,6 @@ class Chain:
                 hidden = [self.run(number, batch, state) for batch, state in zip(batches, hidden, strict=True)]
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _hidden_of(args: tuple[Any, ...], kwargs: ReadOnlyValues) -> Tensor:
     state: Tensor = args[0] if args else kwargs[HIDDEN]
     return state

@@ -163,7 +163,7 @@ def _enter_implementations(module: object) -> None:
 
 def forget_renamings(model: PreTrainedModel) -> None:
     """Make a model save its weights under their current names instead of those in the file it was loaded from."""
-    model._weight_conversions = None  # type: ignore[assignment]
+    vars(model)["_weight_conversions"] = None
 
 
 def record_outputs(model: PreTrainedModel) -> None:

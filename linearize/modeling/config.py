@@ -60,13 +60,15 @@ class LinearizeConfig(PreTrainedConfig):
         return config
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[Values, Values]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: object
+    ) -> tuple[Values, Values]:
         """Return the values of a config.json as transformers does, with the original's `model_type`."""
-        values, rest = super().get_config_dict(*args, **kwargs)
+        values, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return {**values, "model_type": cls.model_type} if values.get("model_type") == MODEL_TYPE else values, rest
 
     @classmethod
-    def from_dict(cls, config_dict: Values, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Values, **kwargs: object) -> Any:
         """Return the config of a converted model, of the class that belongs to its original.
 
         Raises:
@@ -117,7 +119,9 @@ class LinearizeConfig(PreTrainedConfig):
             values["auto_map"] = {"AutoConfig": f"{ENTRY}.{LinearizeConfig.__name__}"}
         return values
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: object
+    ) -> None:
         """Save as transformers does, with the code that runs the model if linearize is not installed."""
         os.makedirs(save_directory, exist_ok=True)
         plan, files = Plan.from_dict(self.linearize or {}), {}
@@ -131,7 +135,7 @@ class LinearizeConfig(PreTrainedConfig):
             files = code_files(plan)
         for name, text in files.items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
 
 def _guarded(config: PreTrainedConfig) -> dict[str, str]:

@@ -249,8 +249,9 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     names = config.architectures
     saved = names[0] if isinstance(names, list) and names else config.linearize["base_architecture"]
     base = getattr(transformers, str(saved).removeprefix(PREFIX), None)
-    known = isinstance(base, type) and issubclass(base, PreTrainedModel)
-    return model_class(base, type(config)) if known else None  # type: ignore[arg-type]
+    if isinstance(base, type) and issubclass(base, PreTrainedModel):
+        return model_class(base, type(config))
+    return None
 
 
 _INIT = PreTrainedModel.__init__
@@ -336,7 +337,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         told = not {MASKED, CALLED}.isdisjoint(layer.host) and OWN not in layer.host and layer.shape != UNKNOWN
         if not layer.converted and (told or not hasattr(host, "is_causal")):
             # Softmax in a layer that is not converted uses this flag; eager softmax used only the mask.
-            host.is_causal = layer.shape.causal  # type: ignore[assignment]
+            vars(host)["is_causal"] = layer.shape.causal
     use_implementations(model, plan, implementation(model.config))
     causal = any(layer.shape.causal for layer in plan.converted)
     if plan.base_model_type not in REDIRECTED:
@@ -448,7 +449,7 @@ def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
 
 
 @contextlib.contextmanager
-def config_copied(model: PreTrainedModel) -> Iterator[Any]:
+def config_copied(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
     """Temporarily give a model a copy of its config, because saving writes into it; yield the copy."""
     given = model.config
     model.config = copy.deepcopy(given)

@@ -6,13 +6,16 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.weights import BLOCKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -52,7 +55,7 @@ def block_list(model: nn.Module, what: str) -> str:
     return max(found, key=lambda name: found[name])
 
 
-def device_map(model: Any, blocks: str, device: str) -> dict[str, str]:
+def device_map(model: PreTrainedModel, blocks: str, device: str) -> dict[str, str]:
     """Return which modules of a model stay in the weights files ("disk"): its blocks, and heads that are not tied.
 
     Args:

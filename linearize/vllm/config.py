@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 from vllm.model_executor.models.config import MambaModelConfig
@@ -16,6 +17,9 @@ from linearize.modeling.config import LinearizeConfig, base_config_class
 from linearize.modeling.model import check_checkpoint
 from linearize.modeling.plan import Plan
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 CAUSAL, HYBRID, EMBEDDER = "LinearizedForCausalLM", "LinearizedHybridForCausalLM", "LinearizedEmbeddingModel"
 """The classes of `linearize.vllm.model`: a decoder with states only, one with keys as well, and a text encoder."""
 CLASSES = (CAUSAL, HYBRID, EMBEDDER)
@@ -27,7 +31,9 @@ DECODERS = ("ForCausalLM", "LMHeadModel")
 class ConfigParser(HFConfigParser):
     """Reads config.json as vLLM does; a converted model's becomes the original's, with the section `linearize`."""
 
-    def parse(self, model: Any, trust_remote_code: bool, revision: str | None = None, **kwargs: Any) -> Any:
+    def parse(
+        self, model: str | os.PathLike[str], trust_remote_code: bool, revision: str | None = None, **kwargs: object
+    ) -> tuple[Values, PreTrainedConfig]:
         """Return the values of config.json, and the config.
 
         Raises:
@@ -69,7 +75,7 @@ def original_config(config: LinearizeConfig) -> PreTrainedConfig:
     architecture = runner(config, plan)
     changed = {"model_type": plan.base_model_type, "architectures": [architecture]}
     values: Values = {key: value for key, value in config.to_dict().items() if key not in _OWN} | changed
-    plain: Any = base_config_class(plan.base_model_type).from_dict(values)
+    plain = base_config_class(plan.base_model_type).from_dict(values)
     plain.name_or_path, plain.linearize = config.name_or_path, config.linearize
     return plain
 
@@ -115,7 +121,7 @@ class Checks(MambaModelConfig):
     """Checks the options of an engine."""
 
     @classmethod
-    def verify_and_update_config(cls, vllm_config: Any) -> None:
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Refuse options under which the states would be wrong, then set those of models with states.
 
         Raises:

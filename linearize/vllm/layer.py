@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,15 @@ from vllm.v1.attention.backends.linear_attn import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from linearize.attention.call import AttentionCall
+from linearize.attention.call import AttentionCall, MixerState
 from linearize.attention.factory import build_mixer
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.mixer import Mixer
 from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.plan import LayerPlan, Plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 ALIGNMENT = 16
 """A state's size is a multiple of this number of bytes, so that each of its tensors is aligned."""
@@ -58,8 +62,8 @@ class Stored(NamedTuple):
 
 def without_softmax_heads(mixer: Mixer) -> Mixer:
     """Return a mixer that leaves out heads that keep softmax: vLLM's own attention computes them."""
-    if mixer.hybrid.softmax_heads:
-        mixer.softmax_heads = None  # type: ignore[assignment]
+    if isinstance(mixer, FeatureMapMixer) and mixer.hybrid.softmax_heads:
+        mixer.softmax_heads = None
     return mixer
 
 
@@ -204,7 +208,7 @@ class _Converted:
         q, k = query.view(-1, shape.heads, shape.head_dim), key.view(-1, shape.key_heads, shape.head_dim)
         return q, k, value.view(-1, shape.key_heads, shape.value_dim)
 
-    def _mix(self, tokens: Iterable[Tensor], state: Any, needs_state: bool) -> tuple[Tensor, Any]:
+    def _mix(self, tokens: Iterable[Tensor], state: MixerState | None, needs_state: bool) -> tuple[Tensor, Any]:
         """Mix queries, keys and values [B, T, H, D], ... -> [B, T, H, V]."""
         q, k, v = (x.transpose(1, 2) for x in tokens)
         out, after = self.mixer(AttentionCall(q, k, v, self.scaling, None, None, state, needs_state))
@@ -250,7 +254,7 @@ class CausalLayer(_Converted, nn.Module, MambaBase):
         scaling: float,
         softmax_heads: int,
         nbytes: int,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
     ) -> None:
         """Take the place of an attention of vLLM.
 

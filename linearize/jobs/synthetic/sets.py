@@ -160,7 +160,7 @@ class AssociativeRecall(MadeSet):
         }
 
     @property
-    def tokens(self) -> Sequence[str]:  # type: ignore[override]
+    def tokens(self) -> Sequence[str]:
         """The keys, then the values."""
         numbers = range(self.vocabulary_size // 2)
         return [*(f"k{n}" for n in numbers), *(f"v{n}" for n in numbers)]

@@ -28,7 +28,6 @@ class MadeSet:
     Attributes:
         called: its name, in recipes and messages.
         reads: the kind of source it is made from; empty if it needs no source.
-        tokens: its tokens, which are separated by spaces in the texts; empty if any tokenizer will do.
         framed: whether its tokenizer begins rows with a special token.
     """
 
@@ -37,10 +36,14 @@ class MadeSet:
     called: ClassVar[str]
     reads: ClassVar[str] = ""
     framed: ClassVar[bool] = True
-    tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check(self, self.called)
+
+    @property
+    def tokens(self) -> Sequence[str]:
+        """Its tokens, which are separated by spaces in the texts; empty if any tokenizer will do."""
+        return ()
 
     def make(self, source: str = "") -> Rows:
         """Return the rows; `source` is a Hub name, file or folder."""
