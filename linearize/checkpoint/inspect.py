@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def inspect_checkpoint(name: str | os.PathLike[str]) -> CheckpointInfo:
         total = sum(prod(shape) for shape, _ in header.values())
     converted = values.get("model_type") == MODEL_TYPE
     section: ReadOnlyValues = {}
-    make: Any = AutoModel.from_config
+    make: Callable[[PreTrainedConfig], nn.Module] | None = AutoModel.from_config
     if converted:
         check_checkpoint(name)
         config: PreTrainedConfig = LinearizeConfig.from_dict(values)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -299,7 +298,7 @@ def _search(context: Context, job: ConvertJob) -> StageBill:
 def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[StageBill]:
     """Run a few steps of stage one, or of each phase of the alignment, and extrapolate the cost of the whole stage."""
     run: Callable[..., DistillResult | AlignResult] = distill
-    phases: list[tuple[str, Any, int]] = [("stage one", config, config.steps)]
+    phases: list[tuple[str, DistillConfig | AlignConfig, int]] = [("stage one", config, config.steps)]
     if isinstance(config, AlignConfig):
         run = functools.partial(align, teacher=context.teacher)
         phases = [

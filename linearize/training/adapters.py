@@ -14,6 +14,7 @@ from linearize.core.errors import ConfigError
 from linearize.core.options import build, check, option, parse_pairs
 
 if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
     from transformers import PreTrainedModel
 
 
@@ -71,7 +72,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
         parameter.requires_grad_("lora_" in name or ".linear_attention." in name or parameter not in frozen)
 
 
-def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> Any:
+def _peft_config(model: PreTrainedModel, config: LoraConfig, targets: list[str], **more: Any) -> PeftConfig:
     """Return the options in peft's form."""
     import peft
 

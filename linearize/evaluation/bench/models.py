@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from linearize.attention.cache import cache_argument, cache_nbytes
 from linearize.attention.interface import linear_attentions
@@ -31,6 +31,7 @@ from linearize.evaluation.bench.meter import DTYPES, Call
 from linearize.evaluation.bench.rows import Row
 from linearize.evaluation.bench.suites import PREFILL, Suite
 from linearize.fidelity.teacher import run_body
+from linearize.modeling.caches import make_cache
 from linearize.modeling.config import base_config_class
 from linearize.ops.routed import Memory
 
@@ -353,8 +354,8 @@ class DecodeModelSuite(OfModel):
             )
 
     def prepare(self, variant: str, tokens: int) -> Call:
-        model: Any = self.model.softmax if variant == "softmax" else self.model.linear
-        cache = DynamicCache(config=model.config) if variant == "softmax" else model.new_cache()
+        model = self.model.softmax if variant == "softmax" else self.model.linear
+        cache: Cache = DynamicCache(config=model.config) if variant == "softmax" else make_cache(model)
         kept = cache_argument(model, cache)
         token = self.model.inputs(1)["input_ids"]
         with torch.no_grad():
