@@ -1,5 +1,6 @@
 """Every test runs offline and on one thread: results must not depend on the network or on the machine's load."""
 
+import functools
 import gc
 import os
 
@@ -17,6 +18,7 @@ os.environ.setdefault("LINEARIZE_NATIVE", "0")
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
 
+import jinja2
 import pytest
 
 # No file of a test outlives the machine: a sync checks the descriptor and waits for no disk.
@@ -34,6 +36,10 @@ def pytest_configure(config):
     import torch
 
     torch.set_num_threads(int(os.environ.get("LINEARIZE_TEST_THREADS", "1")))
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        if not device.is_available():
+            # A seed for a device that is not there would write down the whole stack, each time.
+            device.manual_seed_all = lambda seed: None
     config.pluginmanager.import_plugin("support.native_op")
 
 
@@ -64,6 +70,12 @@ def few_resamples():
     from linearize.training.stage_two.intervals import resampled_metrics
 
     resampled_metrics.__kwdefaults__["resamples"] = 200
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cards_compiled_once():
+    """The template of model cards, which each save compiles anew, in longer than it takes to write a tiny model."""
+    jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,7 +23,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         *("torch", "transformers", "accelerate", "datasets", "sklearn.metrics"),
-        *("linearize.cli", "linearize.jobs.convert", "linearize.jobs.finetune"),
+        *("transformers.models.auto.processing_auto", "transformers.models.auto.image_processing_auto", "scipy.io"),
+        *("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"),
+        *("linearize.cli.train", "linearize.jobs.convert", "linearize.jobs.finetune"),
     ]
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,9 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_CONVERTED: dict[str, tuple[PreTrainedModel, Tensor]] = {}
+"""Models, and the state of the random numbers after their conversion."""
+
 
 def original(name: str, head: str = "AutoModel", **overrides: Any) -> PreTrainedModel:
     """Build a tiny softmax model with the weights of one fixed seed."""
@@ -104,9 +108,17 @@ def original(name: str, head: str = "AutoModel", **overrides: Any) -> PreTrained
 
 
 def converted(name: str, head: str = "AutoModel", kernel: str = "hedgehog", **options: Any) -> PreTrainedModel:
-    """Convert a tiny model and move its kernels away from their start, as training would."""
-    model = linearize.convert(original(name, head, **options.pop("config", {})), kernel, **options)
-    return stir(model)
+    """Convert a tiny model and move its kernels away from their start, as training would.
+
+    To convert takes ten times as long as to copy, so the same model is converted once.
+    """
+    key = repr((name, head, kernel, options))
+    if key not in _CONVERTED:
+        model = linearize.convert(original(name, head, **options.pop("config", {})), kernel, **options)
+        _CONVERTED[key] = stir(model), torch.get_rng_state()
+    model, state = _CONVERTED[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
 
 
 def stir(model: PreTrainedModel) -> PreTrainedModel:
