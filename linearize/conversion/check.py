@@ -154,11 +154,11 @@ def _as_converted(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
         yield
 
 
-def why_not_built(model: PreTrainedModel) -> str:
-    """Return why a model cannot be rebuilt from its config, as loading does; empty if it can. Uses no memory."""
+def why_not_built(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """Return why a class cannot be built from a config, as loading does; empty if it can. Uses no memory."""
     try:
         with torch.device("meta"):
-            type(model)(copy.deepcopy(model.config))
+            kind(copy.deepcopy(config))
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""

@@ -285,8 +285,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     recorded = record(runs, longest, padded=example_inputs is None)
     if any(output is not None and output.is_meta for _, _, outputs in recorded for output in outputs):
         raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
-    could_be_built = not why_not_built(model)
-    config = model.config
+    kind, config, original = type(model), model.config, copy.deepcopy(model.config)
     linearized = config_class(base_config_class(plan.base_model_type))
     # Submodules hold the same config object, so it changes its class in place.
     config.__class__ = linearized
@@ -296,7 +295,7 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
     change_class(model, linearized)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
     forget_renamings(model)
-    if could_be_built and (why := why_not_built(model)):
+    if (why := why_not_built(type(model), config)) and not why_not_built(kind, original):
         raise UnsupportedModelError(
             f"{plan.architecture} can no longer be built with an attention implementation of another name ({why}), "
             "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
