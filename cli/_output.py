@@ -46,10 +46,10 @@ class Screen(Console):
         super().__init__(**options)
         self.spoke = time.monotonic()
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> list[Segment]:
         """Render as rich does, without control characters in the text; rich adds its own styles later."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+        plain = super().render(renderable, options)
+        return [x if x.control or x.text.isprintable() else Segment(printable(x.text), x.style) for x in plain]
 
     def print(self, *objects: object, **options: Any) -> None:
         """Print as rich does, but do not treat text in brackets as markup."""
