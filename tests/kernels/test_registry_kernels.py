@@ -17,7 +17,6 @@ from support.kernel_cases import (
     KERNELS,
     KEY_HEADS,
     NAMES,
-    WIDTH,
     decode,
     directions,
     make_inputs,
@@ -31,7 +30,6 @@ from support.kernel_cases import (
 import linearize.kernels
 from linearize.attention.factory import build_mixer, count_parameters
 from linearize.attention.feature_map import FeatureMapMixer
-from linearize.attention.shape import HeadShape
 from linearize.core.registry import kernel_info, kernel_infos, make_config
 
 TOKENS = 21
@@ -72,57 +70,48 @@ def test_facts_are_complete(info):
 
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_feature_size_is_the_published_one(info, arguments):
+def test_features(info, arguments):
+    """Their number is the published one; a token alone has those that it has in a batch; keys' are queries' if said."""
     mixer = make_mixer(info, arguments, causal=info.causal)
     if info.feature_dim is None:
         assert not isinstance(mixer, FeatureMapMixer)
         return
-    q, k, _ = make_inputs(3)
-    (phi_q, _), (phi_k, log_scale) = mixer.mapped(q, k, scaling=DIM**-0.5)
+    q, k, _ = make_inputs(TOKENS)
+    (phi_q, _), (phi_k, log_scale) = whole = mixer.mapped(q, k, scaling=0.3)
     size = info.feature_dim(mixer.config, DIM)
-    assert phi_q.shape == (BATCH, HEADS, 3, size)
-    assert phi_k.shape == (BATCH, KEY_HEADS, 3, size)
-    assert log_scale is None or log_scale.shape == (BATCH, KEY_HEADS, 3)
+    assert phi_q.shape == (BATCH, HEADS, TOKENS, size)
+    assert phi_k.shape == (BATCH, KEY_HEADS, TOKENS, size)
+    assert log_scale is None or log_scale.shape == (BATCH, KEY_HEADS, TOKENS)
     assert phi_q.dtype == phi_k.dtype == torch.float32
+    one, two = mixer.keys.forward_keys(k), mixer.keys.forward_queries(k)
+    assert torch.equal(one.phi, two.phi) == mixer.keys.symmetric
+    if not info.positional:
+        single = mixer.mapped(q[:1, :, 4:5], k[:1, :, 4:5], scaling=0.3)
+        for many, one in zip([*whole[0], *whole[1]], [*single[0], *single[1]], strict=True):
+            if many is not None:
+                torch.testing.assert_close(one, many[:1, :, 4:5], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 def test_parameters_and_buffers(info, arguments):
-    shape = HeadShape(HEADS, KEY_HEADS, DIM, WIDTH, info.causal)
-    mixer = make_mixer(info, arguments, causal=info.causal)
-    parameters = list(mixer.parameters())
-    assert sum(p.numel() for p in parameters) == count_parameters(info.name, arguments, shape)
-    assert bool(parameters) == info.is_learnable(mixer.config)
-    for tensor in [*parameters, *mixer.buffers()]:
-        assert tensor.dtype == torch.float32
-        assert tensor.shape[0] in (HEADS, KEY_HEADS, 1)
-    # Random numbers that are not learned are saved, whatever their shape.
-    assert set(mixer.state_dict()) == {name for name, _ in [*mixer.named_parameters(), *mixer.named_buffers()]}
-    if info.random:
-        assert list(mixer.buffers())
-
-
-@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_one_seed_gives_one_kernel(info, arguments):
+    """They are as many as the facts say, the same for one seed, and of the same sizes on the meta device."""
     before = torch.get_rng_state()
-    one, two = (make_mixer(info, arguments, causal=info.causal, seed=3) for _ in range(2))
+    mixer, twin = (make_mixer(info, arguments, causal=info.causal, seed=3) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
-    for name, tensor in one.state_dict().items():
-        assert torch.isfinite(tensor).all(), name
-        assert torch.equal(tensor, two.state_dict()[name]), name
-    other = make_mixer(info, arguments, causal=info.causal, seed=4).state_dict()
-    if info.random:
-        assert any(not torch.equal(tensor, other[name]) for name, tensor in one.state_dict().items())
-
-
-@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_built_on_the_meta_device_it_has_the_same_tensors(info, arguments):
-    real = make_mixer(info, arguments, causal=info.causal)
+    parameters, tensors = list(mixer.parameters()), mixer.state_dict()
+    assert sum(p.numel() for p in parameters) == count_parameters(info.name, arguments, mixer.shape)
+    assert bool(parameters) == info.is_learnable(mixer.config)
+    # Random numbers that are not learned are saved, whatever their shape.
+    assert set(tensors) == {name for name, _ in [*mixer.named_parameters(), *mixer.named_buffers()]}
     with torch.device("meta"):
-        empty = build_mixer(info.name, arguments, real.shape)
-    for name, tensor in real.state_dict().items():
-        assert empty.state_dict()[name].is_meta, name
-        assert empty.state_dict()[name].shape == tensor.shape, name
+        empty = build_mixer(info.name, arguments, mixer.shape).state_dict()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == torch.float32 and tensor.shape[0] in (HEADS, KEY_HEADS, 1), name
+        assert torch.isfinite(tensor).all() and torch.equal(tensor, twin.state_dict()[name]), name
+        assert empty[name].is_meta and empty[name].shape == tensor.shape, name
+    if info.random:
+        other = make_mixer(info, arguments, causal=info.causal, seed=4).state_dict()
+        assert list(mixer.buffers()) and any(not torch.equal(tensor, other[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(("info", "arguments", "direction"), BOTH)
@@ -247,19 +236,6 @@ def test_no_future_token_changes_an_earlier_output(name):
     assert not torch.equal(changed[:, :, 50:], early[:, :, 50:])
 
 
-@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_one_token_alone_has_the_features_that_it_has_in_a_batch(info, arguments):
-    if info.feature_dim is None or info.positional:
-        pytest.skip("no features, or they depend on the token's place")
-    mixer = make_mixer(info, arguments, causal=info.causal)
-    q, k, _ = make_inputs(TOKENS)
-    whole = mixer.mapped(q, k, scaling=0.3)
-    single = mixer.mapped(q[:1, :, 4:5], k[:1, :, 4:5], scaling=0.3)
-    for many, one in zip([*whole[0], *whole[1]], [*single[0], *single[1]], strict=True):
-        if many is not None:
-            torch.testing.assert_close(one, many[:1, :, 4:5], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.sampled("values", "info")
 @pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
 def test_decoding_in_place_equals_the_plain_step(info, arguments):
@@ -281,13 +257,3 @@ def test_decoding_in_place_equals_the_plain_step(info, arguments):
             got, given = decode(mixer, *one, mask[:, i : i + 1], state=given)
             size = max(1.0, want.abs().max().item())
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * size)
-
-
-@pytest.mark.parametrize(("info", "arguments"), CASES, ids=IDS)
-def test_queries_and_keys_are_mapped_alike_where_the_map_is_symmetric(info, arguments):
-    if info.feature_dim is None:
-        pytest.skip("no features")
-    mixer = make_mixer(info, arguments, causal=info.causal)
-    x = make_inputs(11)[1]
-    one, two = mixer.keys.forward_keys(x), mixer.keys.forward_queries(x)
-    assert torch.equal(one.phi, two.phi) == mixer.keys.symmetric
