@@ -61,6 +61,7 @@ def same_steps(make, data, tmp_path, **more):
     assert found[2] == pytest.approx(found[0], rel=2e-3) and found[3] == pytest.approx(found[1], rel=1e-2)
 
 
+@pytest.mark.sampled("pairs")
 @pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize(
     "kind", ["language:CausalLanguage", "language:Copying", "language:Recall", "text:TextRegression"]
