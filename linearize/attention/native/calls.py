@@ -288,7 +288,11 @@ class Engine:
             The result with the output [B, H, T, V] in fp32; None if the subtracted weights of a row are so large that
             its difference would be inexact.
         """
-        inputs = Attending(queries.x.float() * form.scaling, keys.x, v, queries.phi, keys.phi)
+        features = [x.phi for x in (queries, keys)]
+        if queries.phi.shape[3] == 1 and not queries.phi.any():
+            # No kernel: the op has a faster path without features.
+            features = [x[..., :0] for x in features]
+        inputs = Attending(queries.x.float() * form.scaling, keys.x, v, *features)
         out, inexact = _whole(near.out), torch.zeros(1, dtype=torch.int64)
         scales = {"query_scale": queries.scale(), "key_scale": _longer(keys.scale(), form)}
         rows = {"out": out, "sums": near.sums, "tops": near.tops, "inexact": inexact}

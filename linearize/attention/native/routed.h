@@ -36,6 +36,7 @@ typedef struct {
     long real;
     int32_t *queries, *first;
     float *less; /* [QUERIES], sums of the subtracted weights, which are not negative */
+    float *weights; /* [slots, padded], of single keys */
     const float *grad, *slope;
     float *dq, *dk, *dv, *dphi_q, *dphi_k;
 } routed_head_t;
@@ -228,13 +229,100 @@ INLINE void visit_tile(const routed_t *g, const routed_head_t *n, long t, long c
         }
 }
 
+/* Single keys without a kernel: all keys of a query at once, and their rows are fetched before they are needed. */
+
+/* Write the keys that query t looks up, followed by zeros; return how many. */
+static long listed_keys(const routed_t *g, const routed_head_t *n, long t, int32_t *keys) {
+    const int64_t *chosen = n->chosen + t * g->slots;
+    long count = 0;
+    for (long i = 0; t < g->tokens && i < g->slots; i++) {
+        keys[count] = chosen[i];
+        count += chosen[i] >= 0 && looks_up(g, n, t, chosen[i]);
+    }
+    for (long i = count; i < padded(g->slots); i++) keys[i] = 0;
+    return count;
+}
+
+/* Write the scores of keys of query t, FLOOR to the end of a vector; return the largest. */
+static float listed_scores(const routed_t *g, const routed_head_t *n, long t, const int32_t *keys, long count,
+                           float *scores) {
+    const float *q = n->q + t * g->size;
+    vf top = splat(FLOOR);
+    for (long i = 0; i < count; i += W) {
+        vf row[W];
+        for (int j = 0; j < W; j++) {
+            fetch(n->v + keys[i + j] * g->value_size, g->value_size);
+            row[j] = splat(0.0f);
+        }
+        for (long d = 0; d < g->size; d += W)
+            for (int j = 0; j < W; j++) row[j] += load(q + d) * load(n->k + keys[i + j] * g->size + d);
+        vf x = totals(row);
+        if (count - i < W) x = either((vi){LANES(LANE)} < (int32_t)(count - i), x, splat(FLOOR));
+        top = larger(x, top);
+        store(scores + i, x);
+    }
+    float all = FLOOR;
+    for (int j = 0; j < W; j++) all = top[j] > all ? top[j] : all;
+    return all;
+}
+
+/* Add the values of keys, times their weights, to some vectors of a row from number d on. */
+INLINE void add_listed(int vectors, const routed_t *g, const routed_head_t *n, long d, const int32_t *keys, long count,
+                       const int32_t *next, float *out) {
+    vf sum[8];
+    for (int j = 0; j < vectors; j++) sum[j] = load(out + d + j * W);
+    for (long i = 0; i < count; i++) {
+        const float *row = n->v + keys[i] * g->value_size + d;
+        if (next) fetch(n->k + next[i] * g->size, g->size);
+        for (int j = 0; j < vectors; j++) sum[j] += n->weights[i] * load(row + j * W);
+    }
+    for (int j = 0; j < vectors; j++) store(out + d + j * W, sum[j]);
+}
+
+/* Add the keys to the row of query t. */
+static void look_up_listed(const routed_t *g, const routed_head_t *n, long t, const int32_t *keys, long count,
+                           const int32_t *next) {
+    float *out = n->out + t * g->value_size, before = n->tops[t];
+    float top = highest(listed_scores(g, n, t, keys, count, n->weights), before), factor = expf(before - top);
+    vf sum = {0};
+    for (long i = 0; i < count; i += W) {
+        vf x = only(vexp(-larger(splat(-80.0f), top - load(n->weights + i))), count - i);
+        store(n->weights + i, x);
+        sum += x;
+    }
+    if (top != before) multiply(out, g->value_size, factor);
+    n->sums[t] = (top != before ? n->sums[t] * factor : n->sums[t]) + total(sum);
+    n->tops[t] = top;
+    for (long d = 0; d < g->value_size;) {
+        int vectors = d + 8 * W <= g->value_size ? 8 : d + 4 * W <= g->value_size ? 4 : 1;
+        if (vectors == 8) add_listed(8, g, n, d, keys, count, next, out);
+        else if (vectors == 4) add_listed(4, g, n, d, keys, count, next, out);
+        else add_listed(1, g, n, d, keys, count, next, out);
+        next = 0;
+        d += vectors * W;
+    }
+}
+
+/* Look up the keys of a tile of queries. */
+static void look_up_tile(const routed_t *g, const routed_head_t *n, long t, long count) {
+    int32_t *keys = n->queries, *next = keys + padded(g->slots) + W;
+    long found = listed_keys(g, n, t, keys);
+    for (long r = 0; r < count; r++) {
+        long more = listed_keys(g, n, t + r + 1, next);
+        if (found) look_up_listed(g, n, t + r, keys, found, next);
+        int32_t *other = keys;
+        keys = next, next = other, found = more;
+    }
+}
+
 static long routed_head(const routed_t *g, const routed_head_t *n) {
     long inexact = 0;
     for (long t = 0; t < g->tokens; t += QUERIES) {
         long count = least(QUERIES, g->tokens - t);
         for (long r = 0; r < count; r++) multiply(n->out + (t + r) * g->value_size, g->value_size, n->sums[t + r]);
         memset(n->less, 0, count * sizeof(float));
-        visit_tile(g, n, t, count, look_up);
+        if (g->block == 1 && !g->features) look_up_tile(g, n, t, count);
+        else visit_tile(g, n, t, count, look_up);
         for (long r = 0; r < count; r++) {
             float sum = n->sums[t + r];
             inexact += n->less[r] > LARGEST * sum;
@@ -253,7 +341,7 @@ INLINE routed_head_t routed_arrays(const routed_t *g, long h) {
     return (routed_head_t){
         g->q + q * g->size, g->k + k * g->size, g->v + k * g->value_size, g->phi_q + q * g->features,
         g->phi_k + k * g->features, g->query_scale + q, g->key_scale + k, g->chosen + q * g->slots,
-        g->out + q * g->value_size, g->sums + q, g->tops + q, g->real[h / g->heads], 0, 0, 0,
+        g->out + q * g->value_size, g->sums + q, g->tops + q, g->real[h / g->heads], 0, 0, 0, 0,
         g->grad + q * g->value_size, g->slope + q, g->dq + q * g->size, g->dk + k * g->size, g->dv + k * g->value_size,
         g->dphi_q + q * g->features, g->dphi_k + k * g->features,
     };
@@ -265,16 +353,16 @@ int linearize_routed(const routed_t *g) {
     int64_t inexact = 0;
 #pragma omp parallel num_threads(g->threads) reduction(+ : inexact)
     {
-        float *queries, *first, *less;
+        float *queries, *first, *less, *weights;
         const part_t parts[] = {
-            {&queries, QUERIES * g->slots}, {&first, g->blocks + 1}, {&less, QUERIES},
+            {&queries, QUERIES * g->slots}, {&first, g->blocks + 1}, {&less, QUERIES}, {&weights, g->slots},
         };
         float *memory = arena_alloc(parts, sizeof parts / sizeof *parts);
         if (all_ready(memory != 0, &failed)) {
 #pragma omp for schedule(dynamic)
             for (long h = 0; h < g->batch * g->heads; h++) {
                 routed_head_t n = routed_arrays(g, h);
-                n.queries = (int32_t *)queries, n.first = (int32_t *)first, n.less = less;
+                n.queries = (int32_t *)queries, n.first = (int32_t *)first, n.less = less, n.weights = weights;
                 inexact += routed_head(g, &n);
             }
         }

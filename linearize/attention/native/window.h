@@ -26,6 +26,9 @@ typedef struct {
     float *row;                                            /* [width] */
 } near_t;
 
+/* Whether features can differ from zero: those of the kernel "none" cannot. */
+INLINE int has_kernel(const call_t *c) { return c->keys.kind != RELU || c->keys.amplitude != 0.0f; }
+
 /* How far the near keys of a tile reach before and after it. */
 INLINE long reach_before(const window_t *w) { return w->causal ? w->size - 1 : w->size / 2; }
 INLINE long reach_later(const window_t *w) { return w->causal ? 0 : w->size / 2; }
@@ -154,6 +157,7 @@ static void add_keys(const call_t *c, const window_t *w, long b, long h, long t,
         far_keys(c, w, b, h, t, first, count, m);
         for (long j = 0; j < count; j++) largest = highest(s->scale[j], largest);
         raise_state(c, largest, s, top);
+        if (!has_kernel(c)) continue;
         scale_weights(s, count, *top);
         weighted_values(c, b, h, first, count, s);
         accumulate_keys(c, s, count);
@@ -347,7 +351,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
     for (long j = 0; j < m->slots; j++) {
         /* If not causal, near keys are not read from their slots either. */
         if (!w->causal) m->slot_until[j] = m->slot_token[j] < 0 || (from <= m->slot_token[j] && m->slot_token[j] < to) ? 0 : NEVER;
-        if (m->slot_until[j] && m->slot_until[j] < t + count) m->losing = m->slots;
+        if (has_kernel(c) && m->slot_until[j] && m->slot_until[j] < t + count) m->losing = m->slots;
     }
     prefetch_out(c, b, h, t, count);
     query_features(c, b, h, t, count, s);
@@ -367,7 +371,7 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
         if (s->weight[j] == 0.0f) s->scale[j] = FLOOR;
     }
     product(0, count, wide, size, m->q, 1, wide_q, m->k, wide, m->scores, wide);
-    product(0, count, wide, c->features, s->phi_q, 1, wide_q, s->phi_k, wide, m->products, wide);
+    if (has_kernel(c)) product(0, count, wide, c->features, s->phi_q, 1, wide_q, s->phi_k, wide, m->products, wide);
     product(0, count, m->others, size, m->q, 1, wide_q, m->other_k, m->others, m->other_scores, m->others);
     if (m->losing)
         product(0, count, slots, c->features, s->phi_q, 1, wide_q, m->slot_phi, slots, m->slot_products, slots);
@@ -377,11 +381,11 @@ static void window_tile(const call_t *c, const window_t *w, long b, long h, long
         if (last < first) last = first = least(first, near);
         const seen_t n = {r, t + r, from, first, last, w->causal ? last : near};
         exact_row(w, m, &n, wide, sinks);
-        linear_row(m, &n, wide);
+        if (has_kernel(c)) linear_row(m, &n, wide);
     }
     product(0, count, width, wide, m->scores, wide, 1, s->values, width, m->exact, width);
     product(1, count, width, m->others, m->other_scores, m->others, 1, m->other_v, width, m->exact, width);
-    product(0, count, width, wide, m->products, wide, 1, s->values, width, m->linear, width);
+    if (has_kernel(c)) product(0, count, width, wide, m->products, wide, 1, s->values, width, m->linear, width);
     if (m->losing)
         product(1, count, width, m->slots, m->slot_products, slots, 1, m->other_v + m->sinks * width, width, m->linear,
                 width);
