@@ -268,21 +268,25 @@ def test_weights_that_are_too_large_are_not_subtracted(switch, monkeypatch, caus
 
 @DIRECTIONS
 @pytest.mark.parametrize("blocks", [1, 3, 34])
-@pytest.mark.parametrize("count", [5, 40, 900])
+@pytest.mark.parametrize("count", [5, 40, 900, 2600])
 def test_choices_are_those_of_pytorch(switch, count, blocks, causal):
-    """Also among equal scores, NaN and infinity; all numbers are whole, so that sums are exact."""
+    """Also among equal scores, NaN and infinity; all numbers are whole, so that sums are exact.
+
+    Rows are more than a tile of the op, and the longest are long enough for its sample of the keys.
+    """
     switch(True)
-    draw = torch.Generator().manual_seed(count)
+    draw, rows = torch.Generator().manual_seed(count), min(count, 70)
     for width, values, sinks, size in ((12, 2, 0, 1), (12, 10**3, 5, 2), (6, 10**3, 2, 3), (20, 10**3, 3, 1)):
         form = Window(7, 1.0, causal, sinks=sinks, blocks=blocks, block_size=size)
         # No two channels of a query are equally large.
-        q = torch.stack([1 + torch.randperm(width, generator=draw) for _ in range(2 * 4 * 4)]).view(2, 4, 4, width)
+        q = torch.stack([1 + torch.randperm(width, generator=draw) for _ in range(8 * rows)]).view(2, 4, rows, width)
         q = q.float() * (2 * torch.randint(2, q.shape, generator=draw) - 1)
         channels = torch.randint(-values, values, (2, 2, width, -(-count // size) * size), generator=draw).float()
         # An infinite number times zero is NaN, so they only stand where all channels count.
         for odd in (torch.nan, torch.inf, -torch.inf) if width <= CHANNELS else (torch.nan,):
             channels[(torch.rand(2, 2, 1, channels.shape[3], generator=draw) < 0.05).expand(channels.shape)] = odd
-        places = torch.tensor([[0, count // 3, count // 2, count - 1]]).repeat(2, 1)
+        place = torch.arange(rows)
+        places = (place + (count - rows) * place // max(1, rows - 1)).repeat(2, 1)
         counts = torch.tensor([count, count // 2 + 1])
         got, want = (choose(q, channels, places, counts, form) for choose in (engine().choose, choose_blocks))
         assert torch.equal(got.sort(dim=-1).values, want.sort(dim=-1).values)

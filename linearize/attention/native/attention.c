@@ -8,6 +8,7 @@
 #include "bidirectional_gradient.h"
 #include "causal.h"
 #include "causal_gradient.h"
+#include "choose_keys.h"
 #include "features.h"
 #include "routed.h"
 #include "step.h"

@@ -130,6 +130,28 @@ static float parting(float *x, long count, long slots, float low) {
     return NAN;
 }
 
+/* Keep the `slots` best of more scores and their places, in order; of equal ones the first. All kept are at least the
+   result, and so must be what is found later. All are at least `low`; `best` [count] is overwritten. */
+static float keep_best(float *scores, int32_t *places, long count, long slots, float low, float *best) {
+    long kept = 0, spare = slots;
+    float best_low = INFINITY;
+    memcpy(best, scores, count * sizeof(float));
+    for (long i = 0; low <= -FLT_MAX && i < count; i++) best_low = scores[i] < best_low ? scores[i] : best_low;
+    float last = parting(best, count, slots, low > -FLT_MAX ? low : best_low);
+    if (!(last == last)) {
+        last = ranked(best, count, slots - 1);
+        for (long i = 0; i < count; i++) spare -= scores[i] > last;
+        for (long i = 0; i < count; i++)
+            if (scores[i] == last && spare-- <= 0) places[i] = -1;
+    }
+    for (long i = 0; i < count; i++) {
+        int keep = scores[i] >= last && places[i] >= 0;
+        scores[kept] = scores[i], places[kept] = places[i];
+        kept += keep;
+    }
+    return last;
+}
+
 /* A lower bound of the element of rank `slots` - 1 of x [count]: one of the largest elements of groups, by bisection. */
 static float lower_bound(const float *x, long count, long slots, float *groups) {
     long wide = padded(4 * slots);
@@ -152,24 +174,28 @@ static float lower_bound(const float *x, long count, long slots, float *groups) 
     return low;
 }
 
-/* Write the places of x [count] that are at least `least`, and above -infinity; return how many. */
+/* Which lanes are at least `least_score`, one bit each. */
+INLINE uint64_t lanes_at_least(vf x, float least_score) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least_score), _CMP_GE_OQ);
+#elif defined(__AVX__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(least_score), _CMP_GE_OQ));
+#else
+    uint64_t bits = 0;
+    for (int j = 0; j < W; j++) bits |= (uint64_t)(x[j] >= least_score) << j;
+    return bits;
+#endif
+}
+
+/* Write the places of x [count] that are at least `least_score`, and above -infinity; return how many. */
 static long places_above(const float *x, long count, float least_score, int32_t *places) {
     long found = 0, i = 0;
-#if defined(__AVX512F__)
-    __m512 low = _mm512_set1_ps(least_score), none = _mm512_set1_ps(-INFINITY);
-    __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (; i + W <= count; i += W) {
-        __m512 score = _mm512_loadu_ps(x + i);
-        __mmask16 above = _mm512_cmp_ps_mask(score, low, _CMP_GE_OQ) & _mm512_cmp_ps_mask(score, none, _CMP_GT_OQ);
-        if (!above) continue;
-        _mm512_storeu_si512(places + found, _mm512_maskz_compress_epi32(above, _mm512_add_epi32(lane, _mm512_set1_epi32(i))));
-        found += __builtin_popcount(above);
-    }
-#endif
-    for (; i < count; i++) {
-        places[found] = i;
-        found += x[i] >= least_score && x[i] > -INFINITY;
-    }
+    if (least_score < -FLT_MAX) least_score = -FLT_MAX;
+    for (; i + W <= count; i += W)
+        for (uint64_t above = lanes_at_least(load(x + i), least_score); above; above &= above - 1)
+            places[found++] = i + __builtin_ctzll(above);
+    for (; i < count; i++)
+        if (x[i] >= least_score) places[found++] = i;
     return found;
 }
 
@@ -227,31 +253,19 @@ static void choose_blocks(const choice_t *g, const float *q, const void *channel
     long all = c.to - c.from, filled = 0;
     scores_of_blocks(g, q, channels, c.from, c.to, count, f->keys, f->held);
     for (long i = c.hole; i < c.end; i++) f->held[i - c.from] = -INFINITY;
-    float bound = lower_bound(f->held, all, g->slots, f->groups), parted = -INFINITY;
+    float bound = lower_bound(f->held, all, g->slots, f->groups);
     long found = places_above(f->held, all, bound, f->places);
     if (found > g->slots) {
         for (long i = 0; i < found; i++) f->best[i] = f->held[f->places[i]];
-        parted = parting(f->best, found, g->slots, bound);
+        keep_best(f->best, f->places, found, g->slots, bound, f->groups);
+        found = g->slots;
     }
-    if (parted == parted) {
-        for (long i = 0; i < found; i++) {
-            if (f->held[f->places[i]] >= parted) chosen[filled++] = c.from + f->places[i];
-        }
-    } else {
-        /* Of equal scores the first. */
-        float last = ranked(f->best, found, g->slots - 1);
-        long spare = g->slots;
-        for (long i = 0; i < found; i++) spare -= f->held[f->places[i]] > last;
-        for (long i = 0; i < found; i++) {
-            float score = f->held[f->places[i]];
-            if (score > last || (score == last && spare-- > 0)) chosen[filled++] = c.from + f->places[i];
-        }
-    }
+    for (; filled < found; filled++) chosen[filled] = c.from + f->places[filled];
     while (filled < g->slots) chosen[filled++] = -1;
 }
 
-/* Returns DONE or NO_MEMORY. */
-int linearize_choose(const choice_t *g) {
+/* Choose for all queries, one by one. Returns DONE or NO_MEMORY. */
+static int choose_one_by_one(const choice_t *g) {
     int failed = DONE;
 #pragma omp parallel num_threads(g->threads)
     {

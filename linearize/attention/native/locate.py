@@ -25,7 +25,7 @@ from linearize.core.registry import Values
 SOURCES = (
     *("attention.c", "step.h", "causal_gradient.h", "causal.h", "bidirectional_gradient.h", "bidirectional.h"),
     *("window_gradient.h", "window.h", "window_step.h", "one_token.h", "features.h", "gradient.h", "call.h"),
-    *("routed.h", "look_up.h", "choice.h", "maps.h", "tile.h"),
+    *("routed.h", "look_up.h", "choose_keys.h", "choice.h", "maps.h", "tile.h"),
 )
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 NATIVE_FLAGS = ("-march=native",)
