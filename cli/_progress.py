@@ -163,7 +163,8 @@ def short(report: Report) -> str:
 
 def long(report: Report) -> str:
     """Return a step's number, times and all its losses."""
-    named = zip(numbered(list(report.losses)), report.losses.values(), strict=True)
+    names = numbered([name.removeprefix("logits/") for name in report.losses])
+    named = zip(names, report.losses.values(), strict=True)
     layers = f"; per layer {' '.join(f'{name}:{loss:z.2f}' for name, loss in named)}" if report.losses else ""
     held_out = "" if report.held_out is None else f", held out {report.held_out:.4f}"
     return f"{short(report)}{held_out}{layers}"
@@ -195,6 +196,7 @@ class Work:
         self.saved = False
         self._last: Report | None = None
         self._measured: set[str] = set()
+        self._trained = False
         self._what = what
 
     def now(self, what: str, part: str = "") -> None:
@@ -222,7 +224,6 @@ class Work:
                 if report.step == report.steps:
                     self.now("measuring the result")
             case events.Logged(entry):
-                # At its end the trainer measures the kept state, which is often the one measured last.
                 self._show_log(entry)
             case events.Noted(text):
                 out.print(text)
@@ -240,9 +241,10 @@ class Work:
     def _show_log(self, entry: dict[str, float]) -> None:
         """Show an entry of the trainer's log."""
         figures = figures_of(entry)
-        # At its end the trainer measures the kept state, which is often the one measured last.
-        if "eval_loss" in entry and figures in self._measured:
+        # After its last step the trainer measures the kept state, which was usually measured before.
+        if self._trained and figures in self._measured:
             return
+        self._trained = self._trained or "train_loss" in entry
         self._measured.add(figures)
         # A line of a log also gives the remaining time, as the bar does on a terminal.
         timed = self._last is not None and self._last.step == entry["step"]

@@ -358,11 +358,11 @@ def test_a_terminal_shows_what_is_running_between_the_stages(terminal, monkeypat
 
 
 def test_lines_of_a_log_have_names_speed_and_memory(monkeypatch):
-    losses = {"encoder.layer.0": 1.0, "encoder.layer.1": 3.0, "output": 0.5}
+    losses = {"encoder.layer.0": 1.0, "encoder.layer.1": 3.0, "output": 0.5, "logits/logits": 0.25}
     step = AlignStep(3, 9, losses, 2.0, 0.1, 2.0, "end to end", 4.0, tokens=2469)
     assert long(step) == (
         "alignment, end to end, step 3/9, 2 s, 4 s left, 1,234 tokens/s: loss 4.0000, held out 2.0000; "
-        "per layer 0:1.00 1:3.00 output:0.50"
+        "per layer 0:1.00 1:3.00 output:0.50 logits:0.25"
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23_456_000_000)
@@ -375,16 +375,21 @@ def test_the_log_of_stage_two_names_its_figures_and_gives_each_measurement_once(
     entry = {"eval_loss": 0.68624, "eval_accuracy": 2 / 3, "eval_score": 2 / 3, "eval_selection": 0.5, "epoch": 1.0}
     log = io.StringIO()
     with redirect_stdout(log), at_work(console(), "tuning") as work:
-        for step in (2, 4, 4):
-            work(Logged({"step": step, "steps": 4, **entry, "eval_accuracy": step / 4}))
+        for step, accuracy in ((2, 0.5), (3, 1.0), (4, 1.0)):
+            work(Logged({"step": step, "steps": 4, **entry, "eval_accuracy": accuracy}))
         for step in (1, 2):
             work(Logged({"step": step, "steps": 4, "loss": 0.5, "grad_norm": 12345.0}))
+        # After its last step the trainer measures the kept state again.
+        for last in ({"train_loss": 0.75}, {**entry, "eval_accuracy": 0.5}):
+            work(Logged({"step": 4, "steps": 4, **last}))
     measured = "validation loss 0.6862, accuracy {}, held-out loss 0.5"
     assert log.getvalue().splitlines() == [
         f"step 2/4: {measured.format(0.5)}",
+        f"step 3/4: {measured.format(1)}",
         f"step 4/4: {measured.format(1)}",
         "step 1/4: loss 0.5, gradient norm 12,345",
         "step 2/4: loss 0.5, gradient norm 12,345",
+        "step 4/4: mean loss 0.75",
     ]
 
 
