@@ -3,6 +3,7 @@
 `support.documents` defines how each line is run.
 """
 
+import json
 import re
 import shutil
 
@@ -90,6 +91,26 @@ def test_nothing_got_lost():
     found = [line.split() for text in TEXTS.values() for language, block in blocks(text) for line in lines(block)]
     assert {words[1] for words in found if words[0] == "linearize"} >= {*VERBS} - {"push", "init", "distill", "demo"}
     assert len(found) > 45 and sum(language == "python" for text in TEXTS.values() for language, _ in blocks(text)) >= 4
+
+
+def figures_of(name):
+    """SmolLM2's perplexity, copying and numbers found in each row of a file of results, as README writes them."""
+    columns = json.loads((CHECKOUT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))["columns"]
+    for row in columns.values():
+        found = f"{row['needle at 1024'].count('1')} of {len(row['needle at 1024'])}"
+        yield [f"{row['rows']['perplexity']:.1f}", f"{row['copying']['share']:.1%}".replace("%", " %"), found]
+
+
+def test_the_figures_of_readme_are_those_of_the_results():
+    rows = re.findall(r"^\| .* \| (.*) \| (.*) \| (.*) \|$", TEXTS["README.md"], re.MULTILINE)
+    measured = [*figures_of("proof-smollm2"), *figures_of("smollm2-routed-proof")]
+    assert len(rows) == 7 and [row for row in rows if [*row] not in measured] == []
+
+
+@pytest.mark.parametrize("page", ["docs/benchmarks/proof.md", "docs/benchmarks/glue.md", "docs/models.md"])
+def test_the_longest_pages_have_few_words(page):
+    prose = re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+    assert len(re.sub(r"^\|.*", "", prose, flags=re.MULTILINE).split()) <= 1500
 
 
 def test_readme_begins_with_make_and_has_one_table_of_figures():
