@@ -246,6 +246,10 @@ def limits(plan: Plan, provenance: Provenance, length: int | None) -> list[str]:
     kept = [layer for layer in plan.layers if not layer.converted]
     if kept:
         sentences.append(f"{len(kept)} of {len(plan.layers)} attentions are still softmax, at its cost.")
+    if heads := sum(len(layer.hybrid.softmax_heads) for layer in plan.converted):
+        sentences.append(f"Query heads of converted attentions that are still softmax, with all their keys: {heads}.")
+    if any(layer.hybrid.routed_blocks for layer in plan.converted):
+        sentences.append("Queries look up keys, so all keys are cached: memory grows with the text.")
     sentences += [f"{text[0].upper()}{text[1:]}." for text in expectations(plan)]
     if reason := why_not(plan):
         sentences.append(f"Loading it needs more code: {reason}.")

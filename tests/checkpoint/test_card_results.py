@@ -128,6 +128,9 @@ def test_limits(place, card):
     windows = {"finetuning": {"max_length": 96, "facts": {"context": 64, "stride": 63}}}
     assert "on rows of up to 96." in " ".join(limits(plan, read(stages | windows), 128))
     assert "weights can be negative" in " ".join(limits(plan, Provenance(), None))
+    heads = converted("gpt2", "AutoModel", window=8, softmax_heads={0: [1]}, routed_blocks=2)
+    said = " ".join(limits(Plan.from_dict(heads.config.linearize), Provenance(), None))
+    assert "that are still softmax, with all their keys: 1." in said and "all keys are cached" in said
 
 
 def test_a_card_without_results_says_nothing_of_them(tmp_path):
