@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +29,12 @@ html_js_files = ["filter.js"]  # The search field above the table of models.
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-# Notebooks show their stored outputs (`make notebooks`), or none; the tests run them again.
-nb_execution_mode = "off"
+# A notebook that is stored with outputs (`make notebooks`) shows them; the others run here, except the one of minutes.
+nb_execution_mode = "auto"
+nb_execution_excludepatterns = ["notebooks/long_documents.ipynb"]
+nb_execution_in_temp = True
+nb_execution_timeout = 600
+nb_output_stderr = "remove"
 
 # A name in backticks becomes a link if it is one of ours.
 default_role = "py:obj"
@@ -125,6 +130,8 @@ def without_functions(app: Any, kind: str, name: str, thing: Any, options: Any, 
 
 def setup(app: Any) -> None:
     """Register the hooks, around napoleon's, which turns `Args:` and the like into lists."""
+    # For the kernels of the notebooks.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     app.connect("builder-inited", write_verb_pages)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("autodoc-process-docstring", restore_docstring, priority=600)
