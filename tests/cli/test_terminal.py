@@ -466,14 +466,18 @@ def test_ctrl_c_in_stage_one_says_what_was_kept(folders, tmp_path, capsys, monke
 def test_ctrl_c_in_stage_two_says_how_to_go_on(folders, tmp_path, capsys, monkeypatch):
     from transformers import Trainer
 
+    from linearize.training.stage_two.tuner import Tuner
+
     out = tmp_path / "tuned"
     line = ["finetune", folders / "linear", "--task", "text-classification", "--dataset", folders / "texts.jsonl",
             "--columns", "text", "--epochs", 2, "--batch-size", 8, "--max-length", 16, "--device", "cpu", "--output",
             out]  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "training_step", interrupt)
-        code, _, err = run(capsys, *line)
-    assert code == 130 and "no checkpoint was written yet; resume with the same line and --resume" in err
+    # While the start is measured, and in the first step.
+    for place, name, more in ((Tuner, "keep_start", ()), (Trainer, "training_step", ("--resume",))):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, interrupt)
+            code, _, err = run(capsys, *line, *more)
+        assert code == 130 and "no checkpoint was written yet; resume with the same line and --resume" in err
     real, done = Trainer.training_step, []
 
     def second_epoch(self, *args, **kwargs):
