@@ -7,6 +7,7 @@ A sentence-transformers folder has more modules (pooling, normalisation, dense l
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Record
-from linearize.conversion.gguf import find_gguf, load_weights, located, read_config_values
+from linearize.conversion.gguf import find_gguf, load_weights, located, read_config_values, timm_options
 from linearize.core.errors import (
     CheckpointError,
     ConfigError,
@@ -71,6 +72,7 @@ def load_model(
     device: str = "cpu",
     revision: str | None = None,
     stream: bool = False,
+    in_files: bool = False,
 ) -> Loaded:
     """Load a model with the head that its config names, or the head of a task.
 
@@ -80,6 +82,7 @@ def load_model(
         device: device of the model.
         revision: branch, tag or commit on the Hub.
         stream: whether the blocks stay in their files (`linearize.modeling.offload`), which must be safetensors.
+        in_files: whether blocks, embedding and head stay in their files, where that is possible.
 
     Raises:
         CheckpointError: if the folder is not a checkpoint, the Hub name cannot be reached, or a weight is not finite.
@@ -88,26 +91,22 @@ def load_model(
         UnknownNameError: for an unknown task.
     """
     from linearize.modeling import offload
-    from linearize.modeling.weights import BLOCKS, check_numbers, read_header
+    from linearize.modeling.weights import check_numbers, read_header
 
     raw, loader, architecture = model_loader(name, task, revision)
-    options = timm_options(raw)
+    load = functools.partial(load_weights, loader, name, revision=revision, **timm_options(raw))
     with explained(name, f"as {architecture}" if architecture else ""):
-        if not stream:
-            model = load_weights(loader, name, revision=revision, **options)
-        else:
-            if find_gguf(name) is not None or "architecture" in raw or read_header(name, revision=revision) is None:
+        stays = (stream or in_files) and find_gguf(name) is None and "architecture" not in raw
+        if not (stays and read_header(name, revision=revision)):
+            if stream:
                 raise UnsupportedModelError(
                     f"{STREAM}: {name!r} is a GGUF file, a model of timm or not in safetensors files, expected a "
                     "transformers checkpoint in safetensors files; leave it out"
                 )
-            empty = empty_model(name, task=task, revision=revision)
-            blocks = offload.block_list(empty, STREAM)
-            places = offload.device_map(empty, blocks, check_device(device))
-            # Without a folder for them, weights that transformers would have to rewrite are refused.
-            with offload.quiet():
-                model = load_weights(loader, name, revision=revision, device_map=places)
-            vars(model)[BLOCKS] = blocks
+            model = load()
+        else:
+            keep = functools.partial(offload.load_streamed, what=STREAM) if stream else offload.load_in_files
+            model = keep(empty_model(name, task=task, revision=revision), load, check_device(device))
     check_numbers(model, repr(name))
     return _loaded(model, name, device, revision)
 
@@ -144,23 +143,14 @@ def empty_model(name: str, *, task: str | None = None, revision: str | None = No
         CheckpointError: if no model can be built from the config; or as in `model_loader`.
         UnsupportedModelError: as in `model_loader`.
     """
-    import torch
     import transformers
 
+    from linearize.modeling.offload import without_weights
+
     _, loader, architecture = model_loader(name, task, revision)
-    with explained(name, f"as {architecture}" if architecture else ""), torch.device("meta"):
+    with explained(name, f"as {architecture}" if architecture else ""):
         config = transformers.AutoConfig.from_pretrained(name, revision=revision)
-        build = loader.from_config if hasattr(loader, "from_config") else loader._from_config
-        model: PreTrainedModel = build(config, dtype=getattr(config, "dtype", None) or torch.float32)
-    return model
-
-
-def timm_options(config: Mapping[str, object]) -> Values:
-    """Return options of `from_pretrained` for a folder that timm wrote: its arguments without transformers' own."""
-    arguments = config.get("model_args")
-    if "architecture" not in config or not isinstance(arguments, dict) or "num_classes" not in arguments:
-        return {}
-    return {"model_args": {key: value for key, value in arguments.items() if key != "num_classes"}}
+        return without_weights(loader.from_config if hasattr(loader, "from_config") else loader._from_config, config)
 
 
 def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None = None) -> Loaded:
@@ -181,24 +171,34 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     return Loaded(model, processor, modality, name, embedder, whole)
 
 
-def load_converted(name: str, *, device: str = "cpu") -> Loaded:
+def load_converted(name: str, *, device: str = "cpu", in_files: bool = False) -> Loaded:
     """Load a converted checkpoint with the head that it was saved with.
 
     Args:
         name: folder or Hub name.
         device: device of the model.
+        in_files: as in `load_model`.
 
     Raises:
         CheckpointError: if it is not a converted checkpoint, or is damaged.
     """
     from transformers import AutoConfig, AutoModel
 
+    from linearize.modeling import offload
     from linearize.modeling.model import saved_class
+    from linearize.modeling.weights import check_numbers, read_header
 
     check_converted(name)
-    loader: Any = saved_class(AutoConfig.from_pretrained(name)) or AutoModel
+    saved = saved_class(config := AutoConfig.from_pretrained(name))
+    load = functools.partial((saved or AutoModel).from_pretrained, name)
     with quiet():
-        model = loader.from_pretrained(name)
+        if in_files and saved is not None and read_header(name):
+            model = offload.load_in_files(
+                offload.without_weights(saved._from_config, config), load, check_device(device)
+            )
+            check_numbers(model)
+        else:
+            model = load()
     return _loaded(model, name, device)
 
 

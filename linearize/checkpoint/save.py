@@ -33,7 +33,7 @@ from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
 from linearize.core.registry import Values, kernel_info
 from linearize.modeling.model import check_checkpoint, config_copied, is_linearized, kernel_parameters
-from linearize.modeling.offload import size_of_block
+from linearize.modeling.offload import size_of_block, tie
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import TRANSFORMERS, outside_packages, why_not
 from linearize.modeling.weights import check_merged, is_offloaded
@@ -107,6 +107,7 @@ def save(
             config.linearize = {**config.linearize, "provenance": provenance}
         card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
         if is_offloaded(model):
+            tie(model)
             # Each file is filled in memory.
             kwargs.setdefault("max_shard_size", max(LEAST_SHARD, size_of_block(model)))
         with warnings.catch_warnings():

@@ -145,6 +145,14 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+def timm_options(config: ReadOnlyValues) -> Values:
+    """Return options of `load_weights` for a folder that timm wrote: its arguments without transformers' own."""
+    arguments = config.get("model_args")
+    if "architecture" not in config or not isinstance(arguments, dict) or "num_classes" not in arguments:
+        return {}
+    return {"model_args": {key: value for key, value in arguments.items() if key != "num_classes"}}
+
+
 def _body(model: PreTrainedModel) -> str:
     """Return the start of the names of all weights but the head's."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."

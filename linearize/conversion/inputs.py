@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from linearize.attention.cache import text_config
 from linearize.core.errors import ConfigError, UnsupportedModelError, first_line
+from linearize.modeling.weights import device_of
 
 TOKENS, DECODER_TOKENS = 7, 5
 """Different lengths, so that cross-attention is recognised by its shape."""
@@ -178,7 +179,9 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
             f"example inputs: {path!r} cannot be read ({first_line(error)}); expected a .safetensors or .npz file with "
             "tensors named after the forward's arguments, such as input_ids and pixel_values"
         ) from None
-    return {key: x.to(model.device, model.dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()}
+    return {
+        key: x.to(device_of(model), model.dtype if x.is_floating_point() else x.dtype) for key, x in tensors.items()
+    }
 
 
 def _setting(config: object, *names: str) -> Any:
@@ -190,7 +193,7 @@ def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs
     """Make up additional inputs that some models need, judging by the names of forward's arguments."""
     extra: Inputs = {}
     tensors = {key: x for key, x in made.items() if isinstance(x, Tensor)}
-    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), model.device
+    ids, sound, device = tensors.get("input_ids"), tensors.get("input_features"), device_of(model)
     if ids is not None and "lang_ids" in names:
         extra["lang_ids"] = torch.zeros(len(ids), dtype=torch.long, device=device)
     images = next((x for x in tensors.values() if x.ndim == 5), None)
@@ -224,7 +227,7 @@ def _series(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     """Make up the past values of a time series, and the time features that some forecasters take."""
     if "past_values" not in names:
         return
-    config, device = model.config, model.device
+    config, device = model.config, device_of(model)
     zeros = functools.partial(torch.zeros, 1, dtype=torch.long, device=device)
     horizon = _setting(config, "prediction_length") or 1
     length = _setting(config, "context_length") or horizon
@@ -269,7 +272,7 @@ def _texts(model: PreTrainedModel, names: set[str]) -> Inputs:
             # CLIP-like text towers look for the end token.
             for end in _ids(text, "eos_token_id")[:1]:
                 ids[-1] = end if end < vocabulary else ids[-1]
-            made[name] = torch.tensor([ids], device=model.device)
+            made[name] = torch.tensor([ids], device=device_of(model))
     return made
 
 
@@ -296,13 +299,13 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     size, pooled = _setting(vision, "patch_size"), _setting(vision, "pooling_kernel_size") or 1
     if "pixel_position_ids" in names and isinstance(size, int) and isinstance(pooled, int):
         # Patches with the column and row of each (Gemma 4).
-        side = torch.arange(2 * pooled, device=model.device)
+        side = torch.arange(2 * pooled, device=device_of(model))
         channels = _setting(vision, "num_channels") or 3
         yield {
             "pixel_values": _floats(model, 1, len(side) ** 2, channels * size**2).sigmoid(),
             "pixel_position_ids": torch.cartesian_prod(side, side).flip(-1)[None],
         }
-    count, device, patch = 2 * 2, model.device, size if isinstance(size, int) else 1
+    count, device, patch = 2 * 2, device_of(model), size if isinstance(size, int) else 1
     row = functools.partial(_floats, model, 1)
     if {"spatial_shapes", "pixel_attention_mask"} <= names:
         # Images of any shape, as rows of patches (SigLIP 2).
@@ -325,7 +328,7 @@ def _images(model: PreTrainedModel, names: set[str]) -> Iterator[Inputs]:
     size, channels = getattr(config, "patch_size", None), _setting(config, "in_channels", "in_chans") or 3
     if patched is not None and grid_name is not None and isinstance(size, int):
         merge, depth = _setting(config, "spatial_merge_size") or 2, _setting(config, "temporal_patch_size") or 1
-        grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=model.device)
+        grid = torch.tensor([[1, 2 * merge, 2 * merge]], device=device_of(model))
         patches = 4 * merge * merge
         yield {patched: _floats(model, patches, channels * depth * size**2), grid_name: grid}
         yield {patched: _floats(model, 1, patches, channels, size, size), grid_name: grid}
@@ -368,7 +371,7 @@ def _floats(model: PreTrainedModel, *shape: int) -> Tensor:
     """Draw random numbers: zeros would hide differences."""
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return drawn if parameter is None else drawn.to(parameter.device, parameter.dtype)
+    return drawn if parameter is None else drawn.to(device_of(model), parameter.dtype)
 
 
 def _ids(config: PreTrainedConfig, name: str) -> list[int]:

@@ -32,6 +32,7 @@ from linearize.fidelity.ablate import changed, undone, without_kernel
 from linearize.fidelity.teacher import Batch, last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
 from linearize.modeling.plan import Plan
+from linearize.modeling.weights import device_of
 
 POINTS = 4
 """Number of steps from softmax to the window."""
@@ -112,7 +113,7 @@ def head_shares(
     layers = linear_attentions(model.base_model)
     for layer in layers.values():
         check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "keep-softmax-heads")
-    device = next(model.parameters()).device
+    device = device_of(model)
     shares = {name: torch.zeros(layer.shape.heads, dtype=torch.float64) for name, layer in layers.items()}
     names = {id(layer): name for name, layer in layers.items()}
     power = 0.0

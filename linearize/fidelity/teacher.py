@@ -25,7 +25,7 @@ from linearize.conversion.inputs import MAIN
 from linearize.core.errors import DataError, LinearizeError, first_line
 from linearize.modeling.chain import Chain
 from linearize.modeling.model import evaluating
-from linearize.modeling.weights import is_offloaded
+from linearize.modeling.weights import device_of, is_streamed
 
 Batch = Mapping[str, Tensor]
 """A model's inputs by name, such as `input_ids` [B, T]."""
@@ -116,7 +116,7 @@ def within_limit(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
 @torch.no_grad()
 def exact_states(model: PreTrainedModel, batch: Batch) -> Tensor | None:
     """Return `last_states` in evaluation mode, moved to the model's device, as fp64 [B, T, D] on the CPU."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     with evaluating(model):
         states = last_states(model, {name: value.to(device) for name, value in batch.items()})
     # Apple's GPUs have no fp64.
@@ -139,7 +139,7 @@ def show(model: PreTrainedModel, batches: Iterable[Batch], visit: Visit) -> None
     Raises:
         DataError: if `batches` is empty.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     names = {id(layer): name for name, layer in linear_attentions(model).items()}
 
     def observe(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scaling: float) -> Tensor | None:
@@ -164,7 +164,7 @@ def chain_of(model: PreTrainedModel, batch: Batch) -> Chain | None:
     Raises:
         UnsupportedModelError: if its blocks are not a chain.
     """
-    if is_offloaded(model) and CHAIN not in vars(model):
+    if is_streamed(model) and CHAIN not in vars(model):
         vars(model)[CHAIN] = Chain(model, run_body, batch)
     return vars(model).get(CHAIN)
 

@@ -160,7 +160,7 @@ def open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
             for the alignment, if its weights were trained and no teacher is named, or the teacher does not fit.
     """
     earlier = read_log(job.model)
-    loaded = load_converted(job.model, device=stages.first_device(job))
+    loaded = load_converted(job.model, device=stages.first_device(job), in_files=under_fsdp())
     section = loaded.model.config.linearize
     provenance = dict(section.get("provenance") or {})
     if tuned := Provenance(provenance).part("finetuning").values:
@@ -325,7 +325,15 @@ def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Pl
         check_alone(STREAM)
     if loaded is None:
         device = stages.first_device(job)
-        loaded = load_model(job.model, task=job.task, device=device, revision=job.revision, stream=job.stream_blocks)
+        loaded = load_model(
+            job.model,
+            task=job.task,
+            device=device,
+            revision=job.revision,
+            stream=job.stream_blocks,
+            # Heads are chosen with gradients of the whole model.
+            in_files=under_fsdp() and not job.chooses_heads,
+        )
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:
         raise ConfigError(

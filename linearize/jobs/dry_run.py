@@ -38,7 +38,7 @@ from linearize.jobs.stages import Context, check_start
 from linearize.jobs.task_config import TuneJob
 from linearize.kernel_search.loop import search
 from linearize.modeling.model import kernel_parameters
-from linearize.modeling.weights import is_offloaded
+from linearize.modeling.weights import is_streamed
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.loop import AlignResult, align
 from linearize.training.stage_one.config import DistillConfig
@@ -313,7 +313,7 @@ def _trained(context: Context, config: DistillConfig | AlignConfig) -> list[Stag
         start, few = time.perf_counter(), min(TIMED, count)
         with tempfile.TemporaryDirectory() as folder:
             # Blocks that are streamed leave their rows there.
-            states = NO_STATES | {"folder": f"{folder}/states" if is_offloaded(context.loaded.model) else None}
+            states = NO_STATES | {"folder": f"{folder}/states" if is_streamed(context.loaded.model) else None}
             result = run(context.loaded.model, source, replace(options, **states, steps=few, eval_every=ONCE))
         wall, seconds = time.perf_counter() - start, [report.seconds for report in result.history]
         if not seconds:

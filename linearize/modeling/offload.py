@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from linearize.attention.interface import linear_attentions
 from linearize.core.errors import UnsupportedModelError
-from linearize.modeling.weights import BLOCKS
+from linearize.modeling.weights import BLOCKS, OFFLOADED, is_offloaded, stored
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @contextlib.contextmanager
@@ -30,6 +31,54 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def without_weights(build: Callable[..., PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model without weights, in its checkpoint's dtype; `build` makes it of its config."""
+    with torch.device("meta"):
+        return build(config, dtype=getattr(config, "dtype", None) or torch.float32)
+
+
+def load_streamed(
+    empty: PreTrainedModel, load: Callable[..., PreTrainedModel], device: str, what: str
+) -> PreTrainedModel:
+    """Load a model whose blocks stay in their files, and run one after the other over all rows.
+
+    Args:
+        empty: the model without weights.
+        load: loads it, with options of `from_pretrained`.
+        device: where it runs.
+        what: what needs it, for messages.
+
+    Raises:
+        UnsupportedModelError: if the model is not one chain of blocks.
+        ValueError: if transformers would have to rewrite weights.
+    """
+    blocks = block_list(empty, what)
+    with quiet():
+        model = load(device_map=device_map(empty, blocks, device))
+    vars(model).update({OFFLOADED: True, BLOCKS: blocks})
+    return model
+
+
+def load_in_files(empty: PreTrainedModel, load: Callable[..., PreTrainedModel], device: str) -> PreTrainedModel:
+    """Load a model for a sharded or quantised copy: its large weights stay in their files.
+
+    They are loaded if transformers would have to rewrite some, or if the files have other values for weights that the
+    config ties. Arguments are those of `load_streamed`.
+    """
+    try:
+        with quiet():
+            model = load(device_map=large_on_disk(empty, device))
+        vars(model)[OFFLOADED] = True
+        for names in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            if not torch.equal(*(stored(model, name, model.get_parameter(name)) for name in names)):
+                return load()
+    except (ValueError, KeyError):
+        return load()
+    for kernel in linear_attentions(model).values():
+        without_hooks(kernel)
+    return model
 
 
 def block_list(model: nn.Module, what: str) -> str:
@@ -82,10 +131,58 @@ def device_map(model: PreTrainedModel, blocks: str, device: str) -> dict[str, st
     return places
 
 
+def large_on_disk(model: PreTrainedModel, device: str) -> dict[str, str]:
+    """Return a device map that leaves blocks, embedding and head in the weights files ("disk").
+
+    Kernels, and weights outside of these, are on the device.
+    """
+    places: dict[str, str] = {}
+    large: set[nn.Parameter] = set()
+    for get in (model.get_input_embeddings, model.get_output_embeddings):
+        # Some models do not say which they are, others have none.
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            large.update(get().parameters(recurse=False))
+    kernels = set(linear_attentions(model).values())
+
+    def put(module: nn.Module, path: str, inside: bool) -> None:
+        # Tied weights belong to several modules.
+        tied = not large.isdisjoint(module.parameters(recurse=False))
+        inside = inside or isinstance(module, nn.ModuleList) or tied
+        if module in kernels or (inside and kernels.isdisjoint(module.modules())):
+            places[path] = device if module in kernels else "disk"
+            return
+        before = f"{path}." if path else ""
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        places.update({f"{before}{name}": device for name, _ in own})
+        for name, child in module.named_children():
+            put(child, f"{before}{name}", inside)
+
+    put(model, "", False)
+    return places
+
+
+def tie(model: PreTrainedModel) -> None:
+    """Make tied weights of an offloaded model one parameter again: each call of a module replaces its own."""
+    if is_offloaded(model):
+        model.tie_weights(recompute_mapping=False)
+
+
+def without_hooks(model: ModelT, others: Iterable[nn.Module] = ()) -> ModelT:
+    """Remove the hooks that read weights from their files, except in other modules inside, and return the model."""
+    kept = {module for other in others for module in other.modules()}
+    for module in model.modules():
+        if module not in kept and hasattr(module, "_hf_hook"):
+            # Imported here, as a plain install has no accelerate.
+            from accelerate.hooks import remove_hook_from_module
+
+            remove_hook_from_module(module)
+    return model
+
+
 def size_of_block(model: nn.Module) -> int:
     """Return the bytes of the largest block of an offloaded model."""
-    blocks = model.get_submodule(vars(model)[BLOCKS])
-    return max(sum(parameter.nbytes for parameter in block.parameters()) for block in blocks.children())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(sum(weight.nbytes for weight in block.parameters()) for blocks in lists for block in blocks)
 
 
 @contextlib.contextmanager

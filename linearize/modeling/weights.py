@@ -31,8 +31,10 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of stored floating point weights: the names in safetensors, and the names in config.json."""
+OFFLOADED = "offloaded"
+"""Attribute of a model whose blocks stay in their weights files (`linearize.modeling.offload`)."""
 BLOCKS = "offloaded_blocks"
-"""Attribute of a model whose blocks stay in their weights files (`linearize.modeling.offload`): its list of blocks."""
+"""Attribute of such a model whose blocks run one after the other over all rows: its list of blocks."""
 Stored = tuple[tuple[int, ...], str]
 """A stored tensor: its shape, and the safetensors name of its dtype."""
 
@@ -135,7 +137,18 @@ def check_loaded(model: PreTrainedModel, info: ReadOnlyValues, saved: set[str]) 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
     """Tell whether the blocks of a model stay in their weights files."""
+    return OFFLOADED in vars(model)
+
+
+def is_streamed(model: torch.nn.Module) -> bool:
+    """Tell whether the blocks of an offloaded model run one after the other over all rows."""
     return BLOCKS in vars(model)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device on which a model runs, also if its first weights are in their files."""
+    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def stored(model: Any, name: str, tensor: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""FSDP 2 in stage two: accelerate shards a copy of a model over the processes; the given model stays whole on the host.
+"""FSDP 2: a copy of a model that is sharded over the processes.
 
-The copy has the precision of a run in one process: trained weights in fp32, passes under autocast, and gradients that
-are added up in fp32.
+In stage one no process ever holds the copy as a whole: it is made without memory, and each process then reads its parts
+from the given model, whose weights may be in their files (`linearize.modeling.offload`). In stage two accelerate shards
+a copy of a model that stays whole on the host. It has the precision of a run in one process: trained weights in fp32,
+passes under autocast, and gradients that are added up in fp32.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +27,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError
+from linearize.modeling.offload import tie, without_hooks
+from linearize.modeling.weights import stored
 from linearize.training.stage_one.processes import check_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
@@ -118,6 +123,54 @@ def unshardable(kind: str, reason: str) -> str:
         f"stage two: FSDP 2 cannot shard {kind} ({reason}); launch without FSDP, and save memory with --lora or "
         "--gradient-checkpointing"
     )
+
+
+def empty_copy(model: PreTrainedModel, keep: Iterable[nn.Module] = ()) -> PreTrainedModel:
+    """Return a copy of a model whose parameters have no memory; the modules in `keep` are those of the model itself."""
+    tie(model)
+    memo: dict[int, object] = {id(module): module for module in keep}
+    kept = {id(parameter) for module in keep for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            empty = torch.empty_like(parameter, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return without_hooks(copy.deepcopy(model, memo), keep)
+
+
+def part_of(full: Tensor, like: DTensor) -> Tensor:
+    """Return this process's part of a weight that is sharded like another; a view, so only its pages are read."""
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            parts, own = full.chunk(like.device_mesh.size(axis), placement.dim), like.device_mesh.get_local_rank(axis)
+            full = parts[own] if own < len(parts) else full.narrow(placement.dim, 0, 0)
+    return full
+
+
+@torch.no_grad()
+def fill(copied: nn.Module, model: nn.Module, device: torch.device, part: nn.Module | None = None) -> None:
+    """Read the weights of an `empty_copy`, one after the other; of a sharded weight only this process's part.
+
+    Args:
+        copied: the copy.
+        model: where the weights are, by the same names.
+        device: their device in the copy.
+        part: the module of the copy whose weights are read, by default all; the others stay without memory.
+    """
+    filled: dict[int, nn.Parameter] = {}
+    own, inside = model.state_dict(keep_vars=True), set((part or copied).modules())
+    for path, module in copied.named_modules():
+        for name, empty in module._parameters.items() if module in inside else ():
+            if empty is None or not empty.is_meta:
+                continue
+            if id(empty) not in filled:
+                full = f"{path}.{name}" if path else name
+                value, source = torch.empty_like(empty, device=device), stored(model, full, own[full])
+                if isinstance(value, DTensor):
+                    value.to_local().copy_(part_of(source, value))
+                else:
+                    value.copy_(source)
+                filled[id(empty)] = nn.Parameter(value, requires_grad=empty.requires_grad)
+            module._parameters[name] = filled[id(empty)]
 
 
 def sharded_copy(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:

@@ -6,7 +6,6 @@ gradient is computed inside the frozen forward pass, as soon as the layer has ru
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, send_to_device
@@ -29,11 +29,12 @@ from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.fidelity.teacher import body_of, chain_of
 from linearize.modeling.plan import Plan
-from linearize.modeling.weights import is_offloaded
+from linearize.modeling.weights import device_of, is_streamed
 from linearize.training.alignment.pair import find_blocks
+from linearize.training.sharding import empty_copy, fill, start_fsdp
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
-from linearize.training.stage_one.processes import check_fsdp, several
+from linearize.training.stage_one.processes import check_fsdp, several, under_fsdp
 from linearize.training.stage_one.run import (
     Batches,
     Progress,
@@ -135,7 +136,7 @@ def distill(
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:
     """Make an Accelerate object for a model's device."""
-    device = next(model.parameters()).device.type
+    device = device_of(model).type
     # Accelerate has one state per process, with the device and the precision of its first object. A later model may be
     # on another device, and a tuning before it may have run in half precision.
     if AcceleratorState._shared_state:
@@ -145,7 +146,10 @@ def make_accelerator(model: PreTrainedModel) -> Accelerator:
             AcceleratorState._reset_state(reset_partial_state=not several())
     # For several processes, accelerate's own configuration assigns the devices.
     if several():
-        return Accelerator()
+        accelerator = Accelerator()
+        if under_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
+            start_fsdp(accelerator)
+        return accelerator
     return Accelerator(cpu=device == "cpu" and not AcceleratorState._shared_state)
 
 
@@ -160,8 +164,8 @@ class _Run(Run):
         """Measure, train, measure again."""
         named = linear_attentions(model).items()
         layers = [layer_loss(name, layer, self.config) for name, layer in named if layer.mixer.learnable]
-        home = next(model.parameters()).device
-        streamed = check_streamed(self.config) if is_offloaded(model) else None
+        home = device_of(model)
+        streamed = check_streamed(self.config) if is_streamed(model) else None
         self.identify(model)
         fade_beyond(model, self.data)
         passed = frozen_model(model, self.accelerator)
@@ -192,7 +196,8 @@ class _Run(Run):
         after = measure_layers(passed, held_out)
         if passed is not model:
             # The kernels were on the accelerator: move them back to the device of the rest of the given model.
-            move(model, home)
+            for layer in linear_attentions(model).values():
+                layer.to(home)
         steps, done = len(self.history), self.progress
         return DistillResult(
             steps, done.best_step, done.best_loss, done.stopped, before, after, self.history, seconds, self.state
@@ -317,8 +322,9 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
 
     Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
     The frozen model may be too large for one device. Under FSDP it is copied; the copy's body is sharded over the
-    devices and gathered one block at a time while it runs. The copy shares its kernels with `model`, which stays whole
-    in host memory and is saved as usual.
+    devices and gathered one block at a time while it runs, and each process reads only its part of each weight
+    (`linearize.training.sharding`). The copy shares its kernels with `model`, which stays where it is and is saved as
+    usual.
 
     Raises:
         ConfigError: for the first version of FSDP, which cannot exclude the kernels.
@@ -328,13 +334,13 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
         return model
     plugin = accelerator.state.fsdp_plugin
     check_fsdp("stage one", plugin.fsdp_version)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     kernels = list(linear_attentions(model).values())
     for kernel in kernels:
         kernel.to(accelerator.device)
-    sharded: PreTrainedModel = copy.deepcopy(model, {id(kernel): kernel for kernel in kernels})
-    body = body_of(sharded)
+    copied = empty_copy(model, kernels)
+    body = body_of(copied)
     for module in (*map(body.get_submodule, find_blocks(body)), body):
         fully_shard(
             module,
@@ -345,4 +351,6 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
             offload_policy=plugin.cpu_offload,
             ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
         )
-    return sharded
+    on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    fill(copied, model, torch.device("cpu") if on_host else accelerator.device, body)
+    return copied

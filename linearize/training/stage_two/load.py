@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config, timm_options
+from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
 from linearize.checkpoint.ownership import check_links, read_mapping
-from linearize.conversion.gguf import load_weights, located, read_config_values
+from linearize.conversion.gguf import load_weights, located, read_config_values, timm_options
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, some, unknown_name
 from linearize.core.heads import Processor, head_of_class
