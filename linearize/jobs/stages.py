@@ -30,7 +30,13 @@ from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
-from linearize.training.stage_one.processes import is_main, machines_used, several, wait_for_all
+from linearize.training.stage_one.processes import (
+    check_launcher,
+    is_main,
+    machines_used,
+    several,
+    wait_for_all,
+)
 from linearize.training.stage_one.run import fade_beyond, longest_row
 from linearize.training.stage_one.states import RunState, StateFolder, keep_states
 from linearize.training.trackers import check_report_to, reporter
@@ -134,11 +140,14 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     """Check that a job can start: no states of an interrupted run are in its way, and its trackers are installed.
 
     Raises:
-        ConfigError: as in `check_states`, or for a tracker that is unknown or not installed.
+        ConfigError: as in `check_states` and `check_launcher`, or for a tracker that is unknown or
+            not installed.
         CheckpointError: as in `check_states`.
     """
     check_states(job)
     check_report_to(job.report_to)
+    if isinstance(job, StageOneJob):
+        check_launcher("stage one")
 
 
 def check_states(job: TrainingJob) -> None:

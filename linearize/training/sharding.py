@@ -35,7 +35,6 @@ from transformers import PreTrainedModel
 from linearize.core.errors import ConfigError
 from linearize.modeling.offload import tie, without_hooks
 from linearize.modeling.weights import stored
-from linearize.training.stage_one.processes import check_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
 """Files of the states of the optimizer and of its schedule, with transformers' names."""
@@ -54,9 +53,8 @@ def check_settings(precision: str) -> None:
         precision: the precision that the options ask for.
 
     Raises:
-        ConfigError: for FSDP 1, fp16, whose loss would have to be scaled, or a setting in `REFUSED`.
+        ConfigError: for fp16, whose loss would have to be scaled, or a setting in `REFUSED`.
     """
-    check_fsdp("stage two", int(os.environ.get("FSDP_VERSION", "1")))
     for name, advice in REFUSED.items():
         if (value := os.environ.get(name, "")).lower() not in ("", "0", "false", "none"):
             setting = name.removeprefix("FSDP_").lower()

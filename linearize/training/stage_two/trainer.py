@@ -30,7 +30,7 @@ from linearize.training.adapters import adapter_files, add_lora, merge_lora, pla
 from linearize.training.alignment.pair import check_teacher, share
 from linearize.training.precision import HALF, in_fp32, passes_of
 from linearize.training.sharding import check_settings, check_tied
-from linearize.training.stage_one.processes import under_fsdp
+from linearize.training.stage_one.processes import check_launcher, under_fsdp
 from linearize.training.stage_one.run import fade_beyond
 from linearize.training.stage_one.states import unreadable_state
 from linearize.training.stage_two.config import TuneConfig
@@ -244,14 +244,15 @@ SHARE = re.compile(r"(.+_)?dropout(_p|_prob)?")
 
 
 def check_options(config: TuneConfig, adapter_of: str | None) -> None:
-    """Check the options that need no model: a kept adapter needs low-rank updates, and FSDP must be version 2.
+    """Check what needs no model: a kept adapter needs low-rank updates, and the launcher's settings must be supported.
 
     Raises:
-        ConfigError: if low-rank updates should be kept and the options have none, or for settings of FSDP that stage
-            two does not support.
+        ConfigError: if low-rank updates should be kept and the options have none, or for settings of FSDP or DeepSpeed
+            that stage two does not support.
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
+    check_launcher("stage two")
     if under_fsdp():
         check_settings(config.precision)
 
