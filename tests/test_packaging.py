@@ -90,7 +90,7 @@ def test_the_table_of_extras_is_that_of_the_project():
         assert name in names(extras[extra]) and name not in names(found["dependencies"])
     known = {DISTRIBUTION.get(package, package) for package in EXTRAS}
     optional = set().union(
-        *(names(extras[extra]) for extra in ("train", "report", "vision", "embed", "export", "gguf"))
+        *(names(extras[extra]) for extra in ("train", "report", "vision", "embed", "export", "gguf", "quantize"))
     )
     assert {name for name in optional if not name.startswith("linearize[")} == known
     assert extras["all"] == ["linearize[embed,export,gguf,report,train,vision]"]

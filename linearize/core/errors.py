@@ -85,6 +85,7 @@ EXTRAS = {
     **dict.fromkeys(("matplotlib",), "report"),
     **dict.fromkeys(("timm", "torchvision", "PIL"), "vision"),
     **dict.fromkeys(("gguf",), "gguf"),
+    **dict.fromkeys(("bitsandbytes",), "quantize"),
     **dict.fromkeys(("sentence_transformers",), "embed"),
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript"), "export"),
 }

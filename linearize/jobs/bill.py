@@ -4,6 +4,7 @@ No weight is read: the model is built without memory, and its trial run sees zer
 
     stage one:             weights + 20 K + a pass of one block
     with FSDP 2:           (weights of the body) / N + embeddings + two gathered blocks + 20 K + a pass
+    quantised:             the body, with 0.5625 or 1 byte per number of a linear map, + one such map + 20 K + a pass
     streamed:              embeddings + one block + 4 K + 16 K of a layer + a pass; or embeddings + head, if larger
     alignment, stage two:  weights + the teacher's copy of what is trained + what training needs
 
@@ -25,12 +26,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from linearize.attention.cache import text_config
 from linearize.attention.layer import LinearAttention
 from linearize.checkpoint.loading import MODALITIES, Loaded, empty_model
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import Values, make_config
+from linearize.fidelity.teacher import body_of
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import make_plan
 from linearize.jobs.presets import AUTO
@@ -43,6 +46,8 @@ from linearize.training.stage_one.loss import CPU_NUMBERS, GPU_NUMBERS
 FP32 = 4
 STAGE_ONE, TUNED, ALIGNED, ALIGNED_HALF = 16, 12, 20, 24
 """Bytes that a stage needs for each weight that it trains, besides the weight; the last one for half precision."""
+QUANTIZED = {"4bit": 0.5 + FP32 / 64, "8bit": 1}
+"""Bytes per number of quantised weights; in 4 bits, 64 numbers share a scale."""
 BLOCK, ATTENTION = re.compile(r".*?\.\d+"), re.compile(r".*?\.\d+(\.[^.]+)?")
 """The name of a converted attention's block, and of the block's part with the attention."""
 MATRICES = 5
@@ -194,6 +199,11 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
         needed = sum(body.values()) // devices + outside + 2 * max(in_blocks, default=0) + activations
         launch = f"accelerate launch --use_fsdp --fsdp_version 2 --num_processes {devices} --no_python {alone}"
         stages.append(StageMemory("stage one, FSDP 2", needed, launch, True))
+    maps = [module.weight for module in body_of(model).modules() if type(module) in (nn.Linear, Conv1D)]
+    for how, width in QUANTIZED.items() if maps else ():
+        needed = sum(body.values()) + activations + max(weight.nbytes for weight in maps)
+        needed += sum(round(width * weight.numel()) - weight.nbytes for weight in maps)
+        stages.append(StageMemory(f"stage one, {how}", needed, f"{alone} --quantize-frozen {how}", True))
     if blocks:
         head = sum(size for key, size in sizes.items() if key not in body and key not in tied)
         needed = outside + sum(size for key, size in sizes.items() if key not in body) - head

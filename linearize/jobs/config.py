@@ -282,18 +282,22 @@ class ConvertJob(StageOneJob):
             chosen["--keep-softmax-heads"] = None if self.chooses_heads else self.keep_softmax_heads
             advice = "give arguments with the candidates, as in --candidates hedgehog,luna:window=32"
             _refuse(chosen, f"--kernel {AUTO} chooses kernel and arguments of every layer; {advice}")
-        if self.stream_blocks:
+        quantized = self.distill.quantize_frozen is not None
+        if self.stream_blocks or quantized:
             whole = {
                 "kernel": AUTO if self.kernel == AUTO else None,
                 "window": self.window if self.chooses_windows else None,
                 "keep_softmax_heads": self.keep_softmax_heads if self.chooses_heads else None,
                 "align_steps": self.align.steps,
-                "save_every": self.distill.save_every,
+                "quantize_frozen": self.distill.quantize_frozen if self.stream_blocks else None,
+                "save_every": self.distill.save_every if self.stream_blocks else None,
             }
+            other = "--stream-blocks" if self.stream_blocks else "--quantize-frozen"
+            reasons = {"save_every": "it keeps a state after each block", "quantize_frozen": "it holds one block only"}
             for name, value in whole.items():
                 if value:
-                    why = "it keeps a state after each block" if name == "save_every" else "it needs the whole model"
-                    raise ConfigError(f"{name}: got {value} with --stream-blocks, but {why}; leave one of them out")
+                    why = reasons.get(name, "it needs the whole model")
+                    raise ConfigError(f"{name}: got {value} with {other}, but {why}; leave one of them out")
         if self.kernel != AUTO:
             usual = SearchConfig()
             alike = ("candidates", "budget", "length")
@@ -319,7 +323,7 @@ class ConvertJob(StageOneJob):
         derived = super().derive({"kernel": KERNEL, **usual, **values})
         steps = {**usual, **values}.get("distill_steps", DistillConfig.steps)
         # Steps of another type are refused by stage one's own checks.
-        aligned = isinstance(steps, int) and not values.get("stream_blocks")
+        aligned = isinstance(steps, int) and not values.get("stream_blocks") and not values.get("quantize_frozen")
         derived["align"]["steps"] = round(ALIGN_SHARE * steps) if aligned else 0
         return {**derived, "": usual}
 

@@ -160,7 +160,7 @@ def open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
             for the alignment, if its weights were trained and no teacher is named, or the teacher does not fit.
     """
     earlier = read_log(job.model)
-    loaded = load_converted(job.model, device=stages.first_device(job), in_files=under_fsdp())
+    loaded = load_converted(job.model, device=stages.first_device(job), in_files=stages.copies(job))
     section = loaded.model.config.linearize
     provenance = dict(section.get("provenance") or {})
     if tuned := Provenance(provenance).part("finetuning").values:
@@ -332,7 +332,7 @@ def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Pl
             revision=job.revision,
             stream=job.stream_blocks,
             # Heads are chosen with gradients of the whole model.
-            in_files=under_fsdp() and not job.chooses_heads,
+            in_files=stages.copies(job) and not job.chooses_heads,
         )
     takes = current_length(loaded.model)
     if job.max_length is not None and takes is not None and job.max_length < takes:

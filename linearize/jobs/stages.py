@@ -35,8 +35,10 @@ from linearize.training.stage_one.processes import (
     is_main,
     machines_used,
     several,
+    under_fsdp,
     wait_for_all,
 )
+from linearize.training.stage_one.quantized import check_quantized
 from linearize.training.stage_one.run import fade_beyond, longest_row
 from linearize.training.stage_one.states import RunState, StateFolder, keep_states
 from linearize.training.trackers import check_report_to, reporter
@@ -140,7 +142,7 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     """Check that a job can start: no states of an interrupted run are in its way, and its trackers are installed.
 
     Raises:
-        ConfigError: as in `check_states` and `check_launcher`, or for a tracker that is unknown or
+        ConfigError: as in `check_states`, `check_launcher` and `check_quantized`, or for a tracker that is unknown or
             not installed.
         CheckpointError: as in `check_states`.
     """
@@ -148,6 +150,8 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     check_report_to(job.report_to)
     if isinstance(job, StageOneJob):
         check_launcher("stage one")
+        if job.distill.quantize_frozen is not None:
+            check_quantized(job.model)
 
 
 def check_states(job: TrainingJob) -> None:
@@ -231,6 +235,11 @@ def drop_states(job: TrainingJob) -> None:
 def first_device(job: TrainingJob) -> str:
     """Return the device to load a model on; with several processes, each loads it into host memory."""
     return "cpu" if several() and job.device == "auto" else job.device
+
+
+def copies(job: TrainingJob) -> bool:
+    """Tell whether stage one runs a copy of the model, which reads its weights from their files."""
+    return under_fsdp() or (isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None)
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:

@@ -12,6 +12,8 @@ PRECISIONS = ("no", "bf16", "fp16")
 DISTILL_LENGTH = 256
 """Default tokens per training row: attention is learned well on short rows, and they are cheap."""
 FEEDS = ("teacher", "student")
+QUANTIZED = ("4bit", "8bit")
+"""The frozen weights' bits, as libraries call them."""
 LARGEST = 1e6
 """Largest rate or weight: anything larger is a mistake."""
 
@@ -63,6 +65,12 @@ class DistillConfig(RunConfig):
     eval_every: int = option(100, "steps between evaluations of the held-out loss", low=1)
     patience: int = option(5, "evaluations without a better held-out loss after which to stop; 0: never", low=0)
     precision: str = option("no", "precision of the frozen model: no, bf16 or fp16", choices=PRECISIONS, metavar="TYPE")
+    quantize_frozen: str | None = option(
+        None,
+        "hold frozen weights in 4 or 8 bits while kernels learn (bitsandbytes); the result has the original weights",
+        choices=QUANTIZED,
+        metavar="BITS",
+    )
     seed: int = option(0, "seed of the order of the data and the sampling")
 
     def __post_init__(self) -> None:

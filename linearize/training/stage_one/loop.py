@@ -35,6 +35,7 @@ from linearize.training.sharding import empty_copy, fill, start_fsdp
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
 from linearize.training.stage_one.processes import check_fsdp, several, under_fsdp
+from linearize.training.stage_one.quantized import quantized_copy
 from linearize.training.stage_one.run import (
     Batches,
     Progress,
@@ -168,7 +169,7 @@ class _Run(Run):
         streamed = check_streamed(self.config) if is_streamed(model) else None
         self.identify(model)
         fade_beyond(model, self.data)
-        passed = frozen_model(model, self.accelerator)
+        passed = frozen_model(model, self.accelerator, self.config.quantize_frozen)
         held_out = self.data.holdout_batches()
         before = measure_layers(passed, held_out)
         # For example, texts without images never reach the image tower of CLIP.
@@ -281,7 +282,9 @@ class _Run(Run):
         self.finish_step(StepReport(step, self.steps, losses, loss, rate, self.seconds))
 
     def options(self) -> dict[str, object]:
-        return super().options() | {"data": getattr(self.data, "description", None)}
+        named = super().options() | {"data": getattr(self.data, "description", None)}
+        # Runs of earlier versions do not record it.
+        return {name: value for name, value in named.items() if name != "quantize_frozen" or value is not None}
 
 
 def within(loaded: Loaded, length: int = DISTILL_LENGTH) -> int:
@@ -317,8 +320,10 @@ def batches_for(loaded: Loaded, data: DataConfig, length: int | None, skip: str)
     return load_source(dataclasses.replace(data, max_length=tokens), loaded.processor, loaded.modality)
 
 
-def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Return the model for the passes of stage one: `model` on the accelerator's device, or its sharded copy.
+def frozen_model(model: PreTrainedModel, accelerator: Accelerator, quantized: str | None = None) -> PreTrainedModel:
+    """Return the model for the passes of stage one: `model` on the accelerator's device, or a copy.
+
+    The copy is quantised, if `quantized` says how, or sharded.
 
     Kernels are small: every process has all of them, and their gradients are added up after each step, as without FSDP.
     The frozen model may be too large for one device. Under FSDP it is copied; the copy's body is sharded over the
@@ -329,6 +334,8 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator) -> PreTrained
     Raises:
         ConfigError: for the first version of FSDP, which cannot exclude the kernels.
     """
+    if quantized is not None:
+        return quantized_copy(model, quantized, accelerator.device)
     if accelerator.distributed_type != DistributedType.FSDP:
         move(model, accelerator.device)
         return model
