@@ -23,7 +23,7 @@ from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConf
 from linearize.training.alignment.loop import AlignTrainer, trained_parameters
 from linearize.training.alignment.objective import Objective
 from linearize.training.alignment.pair import make_teacher
-from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.sharding import make_accelerator
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from linearize.core.errors import ConfigError
 from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, ratio
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import KernelTrainer, layer_loss
 
 BLOCK_NUMBERS, LEAST_ROWS = 1 << 19, 128

@@ -27,7 +27,7 @@ from rich.text import Text
 from linearize.core.errors import printable
 from linearize.core.parsing import finite
 from linearize.modeling.plan import UNKNOWN, LayerPlan, Plan
-from linearize.training.stage_one.processes import is_main
+from linearize.training.processes import is_main
 
 if TYPE_CHECKING:
     from linearize.fidelity.measure import Fidelity

@@ -24,10 +24,10 @@ from linearize.jobs.dry_run import AnyJob, dry_run
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.search import search_checkpoint
 from linearize.jobs.task_config import TuneJob
-from linearize.training.stage_one.processes import is_main
-from linearize.training.stage_one.states import StateFolder
+from linearize.training.processes import is_main
 from linearize.training.stage_two.save import MEASURED, last_checkpoint
 from linearize.training.stage_two.tasks import above_chance
+from linearize.training.states import StateFolder
 
 EXPLAINED_TOKENS = 512
 """Input length for --explain-backend without --max-length."""

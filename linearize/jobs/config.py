@@ -20,7 +20,8 @@ from linearize.jobs import presets
 from linearize.jobs.presets import AUTO, PRESETS, ROW_TOKENS, ROW_WINDOWS, STEP_ROWS, WINDOW
 from linearize.kernel_search.config import SearchConfig
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig, RunConfig
+from linearize.training.config import RunConfig
+from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.trackers import REPORT_TO
 
 KERNEL = "hedgehog"

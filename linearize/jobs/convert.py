@@ -35,8 +35,8 @@ from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
 from linearize.training.alignment.pair import check_teacher
+from linearize.training.processes import check_alone, is_main, under_fsdp
 from linearize.training.stage_one.loop import DistillResult, within
-from linearize.training.stage_one.processes import check_alone, is_main, under_fsdp
 from linearize.training.stage_two.load import check_processor
 from linearize.training.stage_two.save import without_scores
 

@@ -41,9 +41,10 @@ from linearize.modeling.model import kernel_parameters
 from linearize.modeling.weights import is_streamed
 from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.loop import AlignResult, align
+from linearize.training.processes import check_alone
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import DistillResult, distill, make_accelerator
-from linearize.training.stage_one.processes import check_alone
+from linearize.training.stage_one.loop import DistillResult, distill
 from linearize.training.stage_one.streamed import stored_bytes
 from linearize.training.stage_two.rows import Chosen
 from linearize.training.stage_two.task_types.base import TaskData

@@ -24,7 +24,7 @@ from linearize.jobs.stages import exact_rows
 from linearize.jobs.task_config import EvaluateJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
-from linearize.training.stage_one.processes import check_alone, under_fsdp
+from linearize.training.processes import check_alone, under_fsdp
 from linearize.training.stage_two import load
 from linearize.training.stage_two.config import DataOptions
 from linearize.training.stage_two.intervals import BALANCED, Measured

@@ -19,7 +19,7 @@ from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
-from linearize.training.stage_one.processes import is_main, own_device, under_fsdp, wait_for_all
+from linearize.training.processes import is_main, own_device, under_fsdp, wait_for_all
 from linearize.training.stage_two import save as saving
 from linearize.training.stage_two.load import fit_positions, load_for_task, load_teacher, other_classes
 from linearize.training.stage_two.prepare import hold_out, prepare

@@ -30,14 +30,14 @@ from linearize.jobs.evaluate import SideDifference, SideResult, Times
 from linearize.jobs.events import Callback, Noted, Saved, Started, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import LongdocJob, TuneJob
-from linearize.training.stage_one.processes import check_alone
-from linearize.training.stage_one.states import StateFolder
+from linearize.training.processes import check_alone
 from linearize.training.stage_two.config import DataOptions, TuneConfig
 from linearize.training.stage_two.load import NO_LIMIT, length_limit
 from linearize.training.stage_two.prepare import prepare
 from linearize.training.stage_two.save import STARTED, check_started, remove_work, without_folders, write_started
 from linearize.training.stage_two.splits import located, open_splits
 from linearize.training.stage_two.task_types.base import TaskData
+from linearize.training.states import StateFolder
 
 RESULTS, TIMES = "results.json", "times.json"
 """Output files: the scores, which a seed determines; and the times, which depend on the machine."""

@@ -14,7 +14,7 @@ from linearize.jobs.events import Callback, Searched, StepDone, ignore
 from linearize.kernel_search.candidates import parse_candidates
 from linearize.kernel_search.loop import CARRIER, NO_FSDP, search
 from linearize.kernel_search.result import SearchResult, write_plot
-from linearize.training.stage_one.processes import is_main, under_fsdp
+from linearize.training.processes import is_main, under_fsdp
 
 
 def search_checkpoint(job: SearchJob, on_event: Callback = ignore) -> SearchResult:

@@ -28,9 +28,7 @@ from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
-from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
-from linearize.training.stage_one.processes import (
+from linearize.training.processes import (
     check_launcher,
     is_main,
     machines_used,
@@ -38,9 +36,11 @@ from linearize.training.stage_one.processes import (
     under_fsdp,
     wait_for_all,
 )
+from linearize.training.run import fade_beyond, longest_row
+from linearize.training.stage_one.config import DistillConfig
+from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.quantized import check_quantized
-from linearize.training.stage_one.run import fade_beyond, longest_row
-from linearize.training.stage_one.states import RunState, StateFolder, keep_states
+from linearize.training.states import RunState, StateFolder, keep_states
 from linearize.training.trackers import check_report_to, reporter
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from linearize.core.errors import ConfigError, unknown_name
 from linearize.core.options import option, parse_names
-from linearize.training.stage_one.config import PRECISIONS, DistillConfig, RunConfig
+from linearize.training.config import PRECISIONS, RunConfig
+from linearize.training.stage_one.config import DistillConfig
 
 CANDIDATES = (
     *("hedgehog", "hedgehog:tied=false", "hedgehog:activation=exp", "flexformer_n", "flexformer_n:tied=false"),

@@ -32,12 +32,12 @@ from linearize.kernel_search.table import Table
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import SOFTMAX, Plan
+from linearize.training.run import Batches, Progress, Run, check_batches, frozen
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one.config import DistillConfig
-from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
-from linearize.training.stage_one.run import Batches, Progress, Run, check_batches, frozen
 from linearize.training.stage_one.start import start_scales
-from linearize.training.stage_one.states import RunState
+from linearize.training.states import RunState
 
 CARRIER = "elu"
 """Placeholder kernel of the frozen model, which never runs: it has no parameters and fits every attention layer."""

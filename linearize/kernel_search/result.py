@@ -16,8 +16,8 @@ from linearize.kernel_search.costs import Costs
 from linearize.kernel_search.table import TOLERANCE, Choice, Table
 from linearize.kernel_search.whole import WholeError
 from linearize.modeling.plan import SOFTMAX, Plan
-from linearize.training.stage_one.run import Report
-from linearize.training.stage_one.states import RunState
+from linearize.training.run import Report
+from linearize.training.states import RunState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from linearize.modeling.plan import SOFTMAX
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Objective, Share, is_regression, summed
 from linearize.training.alignment.pair import Outputs, find_blocks
-from linearize.training.stage_one.processes import autocast
+from linearize.training.processes import autocast
 
 ROUNDING = 1e-10
 """Scores up to this are rounding in fp32: a hidden state that differs by 1e-5 of its norm."""

@@ -38,9 +38,9 @@ from linearize.kernel_search.loop import carrier_of
 from linearize.kernel_search.table import Choice, Entry, Table
 from linearize.kernel_search.whole import WholeModel
 from linearize.modeling.plan import LayerPlan, Plan
-from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.run import Batches, frozen
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one.loss import Targets
-from linearize.training.stage_one.run import Batches, frozen
 from linearize.training.stage_one.start import ROWS, fit_scales
 
 WINDOWS = (0.25, 0.5, 1, 2, 4)

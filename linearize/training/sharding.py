@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast, fsdp2_prepare_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -34,7 +35,8 @@ from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError
 from linearize.modeling.offload import tie, without_hooks
-from linearize.modeling.weights import stored
+from linearize.modeling.weights import device_of, stored
+from linearize.training.processes import several, under_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
 """Files of the states of the optimizer and of its schedule, with transformers' names."""
@@ -260,3 +262,22 @@ class Shards:
         state = load(folder / MOMENTS) if self.accelerator.is_main_process else {}
         set_optimizer_state_dict(self.model, optimizer, state, options=options)
         schedule.load_state_dict(load(folder / RATES))
+
+
+def make_accelerator(model: PreTrainedModel) -> Accelerator:
+    """Make an Accelerate object for a model's device."""
+    device = device_of(model).type
+    # Accelerate has one state per process, with the device and the precision of its first object. A later model may be
+    # on another device, and a tuning before it may have run in half precision.
+    if AcceleratorState._shared_state:
+        state, precision = AcceleratorState(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        moved = not several() and state.device.type != device
+        if moved or (state.mixed_precision in ("bf16", "fp16") and state.mixed_precision != precision):
+            AcceleratorState._reset_state(reset_partial_state=not several())
+    # For several processes, accelerate's own configuration assigns the devices.
+    if several():
+        accelerator = Accelerator()
+        if under_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
+            start_fsdp(accelerator)
+        return accelerator
+    return Accelerator(cpu=device == "cpu" and not AcceleratorState._shared_state)

@@ -25,9 +25,9 @@ from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
 from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, pooled, size_of, summed, variance
 from linearize.training.alignment.pair import OUTPUT, channels_last, find_blocks, hooked, make_teacher, run
-from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.run import Progress
-from linearize.training.stage_one.states import StateFolder
+from linearize.training.run import Progress
+from linearize.training.sharding import make_accelerator
+from linearize.training.states import StateFolder
 
 
 def state(model):

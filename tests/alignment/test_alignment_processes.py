@@ -13,7 +13,7 @@ from support.training import loud_converted as sharp
 from linearize.core.errors import ConfigError
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.sharding import make_accelerator
 
 
 def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):

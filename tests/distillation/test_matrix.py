@@ -16,8 +16,8 @@ from support.training import sharp
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.core.registry import HYBRID, SCALES, Hybrid
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one import DistillConfig
-from linearize.training.stage_one.loop import make_accelerator
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
 
 TOKENS = 16

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 import linearize
 import linearize.training.stage_one.loss as loss_module
 from linearize.attention.interface import linear_attentions
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one import DistillConfig
-from linearize.training.stage_one.loop import distill, make_accelerator
+from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, layer_loss
 

@@ -10,8 +10,9 @@ from support.forks import together
 from support.training import Fixed, batches, sharp
 
 from linearize.core.errors import ConfigError
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_one import DistillConfig
-from linearize.training.stage_one.loop import distill, make_accelerator
+from linearize.training.stage_one.loop import distill
 
 KINDS = ("ddp", "fsdp")
 MODELS = ("bert", "gpt2", "bert/macformer_exp")

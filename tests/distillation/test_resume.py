@@ -17,7 +17,7 @@ from support.training import Fixed, batches, sharp
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.training.stage_one import DistillConfig
 from linearize.training.stage_one.loop import distill
-from linearize.training.stage_one.states import StateFolder
+from linearize.training.states import StateFolder
 
 
 class Stop(Exception):

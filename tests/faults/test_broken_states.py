@@ -169,7 +169,7 @@ def resumed(folder):
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"window": 3}', '{"window": {"plan": {}}}', '{"window": []}'])
 def test_a_damaged_choice_is_made_again(content, tmp_path):
     from linearize.jobs.stages import choose
-    from linearize.training.stage_one.states import StateFolder
+    from linearize.training.states import StateFolder
 
     context = resumed(tmp_path)
     StateFolder(tmp_path, 1).save_choices({})

@@ -21,7 +21,7 @@ import linearize.attention.native as native
 from linearize.checkpoint import output
 from linearize.checkpoint.output import atomic_folder, check_room, claim, clear_leftovers
 from linearize.core.errors import CheckpointError
-from linearize.training.stage_one.states import RunState, StateFolder
+from linearize.training.states import RunState, StateFolder
 
 
 def same_weights(one, two):
@@ -136,7 +136,7 @@ def broken_save(monkeypatch, *, states=False):
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     if states:
-        from linearize.training.stage_one.states import StateFolder
+        from linearize.training.states import StateFolder
 
         real = StateFolder.save
 

@@ -28,7 +28,7 @@ from linearize.core.errors import ConfigError
 from linearize.jobs import stages
 from linearize.training.stage_one import DistillConfig, observer
 from linearize.training.stage_one.loop import distill
-from linearize.training.stage_one.states import StateFolder
+from linearize.training.states import StateFolder
 
 
 def test_a_fingerprint_changes_with_every_part():

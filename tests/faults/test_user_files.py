@@ -14,8 +14,8 @@ from linearize.checkpoint.loading import load_model
 from linearize.checkpoint.output import atomic_folder, check_target, claim, clear_leftovers
 from linearize.checkpoint.ownership import MARKER, check_links, check_ours, mark
 from linearize.core.errors import CheckpointError
-from linearize.training.stage_one.states import RunState, StateFolder
 from linearize.training.stage_two.save import check_work, write_started
+from linearize.training.states import RunState, StateFolder
 
 STARTED = {"data contents": "0123"}
 """What a run of ours was started with."""

@@ -16,7 +16,7 @@ from support.tiny import SMALLER, original
 
 import linearize
 from linearize.checkpoint.loading import load_processor
-from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.sharding import make_accelerator
 from linearize.training.stage_two.config import DataOptions, LoraConfig, TuneConfig
 from linearize.training.stage_two.load import load_for_task
 from linearize.training.stage_two.prepare import prepare

@@ -17,7 +17,7 @@ from linearize.jobs.dry_run import dry_run
 from linearize.jobs.evaluate import evaluate_checkpoint
 from linearize.jobs.longdoc import run_longdoc
 from linearize.jobs.task_config import EvaluateJob, LongdocJob, TuneJob
-from linearize.training.stage_one.processes import own_device
+from linearize.training.processes import own_device
 
 OPTIONS = {
     "task": "text-classification", "columns": "text", "max_length": 16, "epochs": 2, "eval_every": 2,

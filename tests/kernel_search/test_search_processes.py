@@ -13,7 +13,7 @@ from linearize.jobs.config import SearchJob
 from linearize.jobs.search import search_checkpoint
 from linearize.kernel_search import SearchConfig
 from linearize.kernel_search.loop import search
-from linearize.training.stage_one.loop import make_accelerator
+from linearize.training.sharding import make_accelerator
 
 REFUSED = "search: got FSDP, expected one process or plain data parallelism"
 

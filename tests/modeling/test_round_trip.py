@@ -20,7 +20,7 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.modeling.config import GUARD
 from linearize.modeling.model import LinearizedModel
 from linearize.modeling.weights import check_loaded
-from linearize.training.stage_one.run import fade_beyond
+from linearize.training.run import fade_beyond
 
 TEXT_HEADS = [
     "AutoModel",

@@ -7,7 +7,7 @@ from functools import partial
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import option
-from linearize.training.stage_one.config import LARGEST, PRECISIONS, RunConfig
+from linearize.training.config import LARGEST, PRECISIONS, RunConfig
 
 TRAINED = ("kernels", "attention", "blocks", "lora")
 POOLINGS = ("mean", "first", "last")

@@ -29,10 +29,10 @@ from linearize.training.alignment.config import BLOCKWISE, AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
 from linearize.training.alignment.pair import find_blocks, make_teacher
 from linearize.training.precision import HALF
-from linearize.training.stage_one.loop import make_accelerator
-from linearize.training.stage_one.processes import autocast
-from linearize.training.stage_one.run import Batches, Report, Run, Trainer, check_inputs, fade_beyond, frozen
-from linearize.training.stage_one.states import RunState
+from linearize.training.processes import autocast
+from linearize.training.run import Batches, Report, Run, Trainer, check_inputs, fade_beyond, frozen
+from linearize.training.sharding import make_accelerator
+from linearize.training.states import RunState
 
 
 def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str) -> dict[str, nn.Parameter]:

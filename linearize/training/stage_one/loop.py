@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,12 +29,8 @@ from linearize.fidelity.teacher import body_of, chain_of
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import device_of, is_streamed
 from linearize.training.alignment.pair import find_blocks
-from linearize.training.sharding import empty_copy, fill, start_fsdp
-from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
-from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
-from linearize.training.stage_one.processes import check_fsdp, several, under_fsdp
-from linearize.training.stage_one.quantized import quantized_copy
-from linearize.training.stage_one.run import (
+from linearize.training.processes import check_fsdp
+from linearize.training.run import (
     Batches,
     Progress,
     Report,
@@ -46,8 +40,11 @@ from linearize.training.stage_one.run import (
     frozen,
     of_size,
 )
+from linearize.training.sharding import empty_copy, fill, make_accelerator
+from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
+from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
+from linearize.training.stage_one.quantized import quantized_copy
 from linearize.training.stage_one.start import start_scales
-from linearize.training.stage_one.states import RunState, StateFolder
 from linearize.training.stage_one.streamed import (
     BlockRecord,
     check_streamed,
@@ -55,6 +52,7 @@ from linearize.training.stage_one.streamed import (
     mean_held_out,
     train_blocks,
 )
+from linearize.training.states import RunState, StateFolder
 
 
 @dataclass(frozen=True)
@@ -133,25 +131,6 @@ def distill(
     config = config or DistillConfig()
     check_inputs("stage one", model, data)
     return _Run(data, config, on_step, accelerator or make_accelerator(model)).run(model)
-
-
-def make_accelerator(model: PreTrainedModel) -> Accelerator:
-    """Make an Accelerate object for a model's device."""
-    device = device_of(model).type
-    # Accelerate has one state per process, with the device and the precision of its first object. A later model may be
-    # on another device, and a tuning before it may have run in half precision.
-    if AcceleratorState._shared_state:
-        state, precision = AcceleratorState(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        moved = not several() and state.device.type != device
-        if moved or (state.mixed_precision in ("bf16", "fp16") and state.mixed_precision != precision):
-            AcceleratorState._reset_state(reset_partial_state=not several())
-    # For several processes, accelerate's own configuration assigns the devices.
-    if several():
-        accelerator = Accelerator()
-        if under_fsdp() and accelerator.distributed_type != DistributedType.FSDP:
-            start_fsdp(accelerator)
-        return accelerator
-    return Accelerator(cpu=device == "cpu" and not AcceleratorState._shared_state)
 
 
 class _Run(Run):

@@ -24,10 +24,10 @@ from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
 from linearize.kernels.base import Inputs
+from linearize.training.processes import autocast
+from linearize.training.run import Trainer
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
-from linearize.training.stage_one.processes import autocast
-from linearize.training.stage_one.run import Trainer
 
 OWN = ("learning_rate", "weight_decay", "warmup", "negative_penalty")
 """Options whose default is the kernel's own."""

@@ -21,8 +21,8 @@ from linearize.conversion.gguf import find_gguf
 from linearize.core.errors import ConfigError, UnsupportedModelError, missing_package
 from linearize.fidelity.teacher import body_of
 from linearize.modeling.weights import stored
+from linearize.training.processes import under_fsdp
 from linearize.training.sharding import empty_copy, fill
-from linearize.training.stage_one.processes import under_fsdp
 
 OUTLIERS = 6.0
 """Inputs of an 8-bit map that are larger stay in half precision (LLM.int8(), section 3.2)."""

@@ -33,12 +33,12 @@ from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.fidelity.teacher import Batch, frozen_output
 from linearize.modeling.chain import Chain
+from linearize.training.processes import autocast, several
+from linearize.training.run import tokens_in
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss
-from linearize.training.stage_one.processes import autocast, several
-from linearize.training.stage_one.run import tokens_in
 from linearize.training.stage_one.start import ROWS, has_zero_scales, start_scales
-from linearize.training.stage_one.states import RECORD, TENSORS, StateFolder, unreadable_state
+from linearize.training.states import RECORD, TENSORS, StateFolder, unreadable_state
 
 HIDDEN = "hidden state"
 """Name of the hidden state in a file of rows; no model has an input of that name."""
@@ -56,7 +56,7 @@ class BlockRecord:
         held_out: its held-out loss at each evaluation, by step; 0 is the start.
         rates: the learning rate per step.
         seconds: seconds since the block's start, per step.
-        tokens: tokens read since then, per step (`stage_one.run.tokens_in`).
+        tokens: tokens read since then, per step (`training.run.tokens_in`).
     """
 
     losses: list[float] = field(default_factory=list)

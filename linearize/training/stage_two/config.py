@@ -8,7 +8,7 @@ from functools import partial
 from linearize.core.errors import ConfigError
 from linearize.core.options import MOST_SEED, check, option
 from linearize.training.adapters import LoraConfig, parse_lora
-from linearize.training.stage_one.config import PRECISIONS
+from linearize.training.config import PRECISIONS
 from linearize.training.trackers import REPORT_TO
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial")

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from linearize.training.stage_one.processes import Interrupts
+from linearize.training.processes import Interrupts
 from linearize.training.stage_two.progress import TuneStep, meter_of
 from linearize.training.stage_two.tuner import Tuner
 

@@ -27,7 +27,7 @@ from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
-from linearize.training.stage_one.processes import machines_used, under_fsdp
+from linearize.training.processes import machines_used, under_fsdp
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.intervals import Measured
 from linearize.training.stage_two.load import RECORD, recorded

@@ -29,10 +29,9 @@ from linearize.modeling.weights import check_merged
 from linearize.training.adapters import adapter_files, add_lora, merge_lora, plain_name
 from linearize.training.alignment.pair import check_teacher, share
 from linearize.training.precision import HALF, in_fp32, passes_of
+from linearize.training.processes import check_launcher, under_fsdp
+from linearize.training.run import fade_beyond
 from linearize.training.sharding import check_settings, check_tied
-from linearize.training.stage_one.processes import check_launcher, under_fsdp
-from linearize.training.stage_one.run import fade_beyond
-from linearize.training.stage_one.states import unreadable_state
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.hooks import Hooks
 from linearize.training.stage_two.intervals import Measured, measured
@@ -42,6 +41,7 @@ from linearize.training.stage_two.progress import TuneStep
 from linearize.training.stage_two.save import TuneResult, describe, finished, resumed_from, write_started
 from linearize.training.stage_two.task_types.base import ClassLabels, TaskData
 from linearize.training.stage_two.tuner import Tuner
+from linearize.training.states import unreadable_state
 from linearize.training.trackers import callbacks_for
 
 

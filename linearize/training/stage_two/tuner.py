@@ -34,8 +34,8 @@ from linearize.modeling.model import kernel_parameters
 from linearize.training import sharding
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.precision import to_fp32
-from linearize.training.stage_one.processes import own_device, under_fsdp
-from linearize.training.stage_one.run import check_moments, tokens_in
+from linearize.training.processes import own_device, under_fsdp
+from linearize.training.run import check_moments, tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
 from linearize.training.stage_two.progress import LossMeter, meter_of

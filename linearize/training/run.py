@@ -1,7 +1,7 @@
 """The training loop of stage one, the alignment and the kernel search: parts that are trained one after the other.
 
 Each part ends with the weights that were best on held-out data. A run writes complete states to disk
-(`stage_one.states`) and resumes from them bit for bit; an interrupt keeps what was learned.
+(`training.states`) and resumes from them bit for bit; an interrupt keeps what was learned.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from linearize.conversion.plan import fading_layers, set_trained_length
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
-from linearize.training.stage_one.config import RunConfig
-from linearize.training.stage_one.processes import Interrupts
-from linearize.training.stage_one.states import RunState, StateFolder
+from linearize.training.config import RunConfig
+from linearize.training.processes import Interrupts
+from linearize.training.states import RunState, StateFolder
 
 
 class Batches(Protocol):
