@@ -13,10 +13,11 @@ from support.training import ALIGN, Fixed, batches, sharp
 import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import ConfigError, DataError, TrainingError
+from linearize.training import run
 from linearize.training.alignment import loop as alignment
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
-from linearize.training.stage_one import DistillConfig, loop, run
+from linearize.training.stage_one import DistillConfig, loop
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_one.loss import Targets
 from linearize.training.stage_one.observer import KernelTrainer, layer_loss
