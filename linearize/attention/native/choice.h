@@ -130,28 +130,6 @@ static float parting(float *x, long count, long slots, float low) {
     return NAN;
 }
 
-/* Keep the `slots` best of more scores and their places, in order; of equal ones the first. All kept are at least the
-   result, and so must be what is found later. All are at least `low`; `best` [count] is overwritten. */
-static float keep_best(float *scores, int32_t *places, long count, long slots, float low, float *best) {
-    long kept = 0, spare = slots;
-    float best_low = INFINITY;
-    memcpy(best, scores, count * sizeof(float));
-    for (long i = 0; low <= -FLT_MAX && i < count; i++) best_low = scores[i] < best_low ? scores[i] : best_low;
-    float last = parting(best, count, slots, low > -FLT_MAX ? low : best_low);
-    if (!(last == last)) {
-        last = ranked(best, count, slots - 1);
-        for (long i = 0; i < count; i++) spare -= scores[i] > last;
-        for (long i = 0; i < count; i++)
-            if (scores[i] == last && spare-- <= 0) places[i] = -1;
-    }
-    for (long i = 0; i < count; i++) {
-        int keep = scores[i] >= last && places[i] >= 0;
-        scores[kept] = scores[i], places[kept] = places[i];
-        kept += keep;
-    }
-    return last;
-}
-
 /* A lower bound of the element of rank `slots` - 1 of x [count]: one of the largest elements of groups, by bisection. */
 static float lower_bound(const float *x, long count, long slots, float *groups) {
     long wide = padded(4 * slots);
@@ -253,14 +231,26 @@ static void choose_blocks(const choice_t *g, const float *q, const void *channel
     long all = c.to - c.from, filled = 0;
     scores_of_blocks(g, q, channels, c.from, c.to, count, f->keys, f->held);
     for (long i = c.hole; i < c.end; i++) f->held[i - c.from] = -INFINITY;
-    float bound = lower_bound(f->held, all, g->slots, f->groups);
+    float bound = lower_bound(f->held, all, g->slots, f->groups), parted = -INFINITY;
     long found = places_above(f->held, all, bound, f->places);
     if (found > g->slots) {
         for (long i = 0; i < found; i++) f->best[i] = f->held[f->places[i]];
-        keep_best(f->best, f->places, found, g->slots, bound, f->groups);
-        found = g->slots;
+        parted = parting(f->best, found, g->slots, bound);
     }
-    for (; filled < found; filled++) chosen[filled] = c.from + f->places[filled];
+    if (parted == parted) {
+        for (long i = 0; i < found; i++) {
+            if (f->held[f->places[i]] >= parted) chosen[filled++] = c.from + f->places[i];
+        }
+    } else {
+        /* Of equal scores the first. */
+        float last = ranked(f->best, found, g->slots - 1);
+        long spare = g->slots;
+        for (long i = 0; i < found; i++) spare -= f->held[f->places[i]] > last;
+        for (long i = 0; i < found; i++) {
+            float score = f->held[f->places[i]];
+            if (score > last || (score == last && spare-- > 0)) chosen[filled++] = c.from + f->places[i];
+        }
+    }
     while (filled < g->slots) chosen[filled++] = -1;
 }
 
