@@ -123,6 +123,8 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     import torch
     from transformers import GgufConfig
 
+    from linearize.modeling.weights import body_prefix
+
     classes = read_config_values(name)["architectures"]
     with _named(Path(place) / where["gguf_file"]), contextlib.redirect_stderr(io.StringIO()):  # no progress bar
         model, info = loader.from_pretrained(
@@ -133,7 +135,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    body = _body(model)
+    body = body_prefix(model)
     missing = sorted(key for key in info["missing_keys"] if type(model).__name__ in classes or key.startswith(body))
     if missing:
         raise CheckpointError(
@@ -153,17 +155,14 @@ def timm_options(config: ReadOnlyValues) -> Values:
     return {"model_args": {key: value for key, value in arguments.items() if key != "num_classes"}}
 
 
-def _body(model: PreTrainedModel) -> str:
-    """Return the start of the names of all weights but the head's."""
-    return "" if model.base_model is model else f"{model.base_model_prefix}."
-
-
 def _check_layers(model: PreTrainedModel, name: str, info: ReadOnlyValues, new_head: bool) -> None:
     """Check that a model's layers were loaded; transformers fills in missing weights at random.
 
     Heads and poolers may be new, and with `new_head` a head may replace one of another size.
     """
-    layers = re.compile(rf"{re.escape(_body(model))}(.*\.)?\d+\.")
+    from linearize.modeling.weights import body_prefix
+
+    layers = re.compile(rf"{re.escape(body_prefix(model))}(.*\.)?\d+\.")
     if missing := sorted(filter(layers.match, info["missing_keys"])):
         raise CheckpointError(
             f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"

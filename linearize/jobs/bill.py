@@ -39,6 +39,7 @@ from linearize.jobs.convert import make_plan
 from linearize.jobs.presets import AUTO
 from linearize.modeling.offload import block_list
 from linearize.modeling.plan import Plan
+from linearize.modeling.weights import body_prefix
 from linearize.training.adapters import LoraConfig
 from linearize.training.stage_one.loop import within
 from linearize.training.stage_one.loss import CPU_NUMBERS, GPU_NUMBERS
@@ -186,8 +187,7 @@ def memory_bill(job: ConvertJob, device: str = "cuda", devices: int = 1, memory:
     tokens, rows = within(loaded, job.distill_length or within(loaded)), job.data.batch_size
     with torch.device("meta"):
         kernels = [sum(p.numel() for p in LinearAttention(*layer.mixer).parameters()) for layer in plan.converted]
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    body = {key: size for key, size in sizes.items() if key.startswith(prefix)}
+    body = {key: size for key, size in sizes.items() if key.startswith(body_prefix(model))}
     names = [f"{blocks}.{name}." for name, _ in model.get_submodule(blocks).named_children()] if blocks else []
     in_blocks = [sum(size for key, size in sizes.items() if key.startswith(name)) for name in names]
     outside = sum(body.values()) - sum(in_blocks)

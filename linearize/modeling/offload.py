@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.core.errors import UnsupportedModelError
-from linearize.modeling.weights import BLOCKS, OFFLOADED, is_offloaded, stored
+from linearize.modeling.weights import BLOCKS, OFFLOADED, body_prefix, is_offloaded, stored
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -123,7 +123,7 @@ def device_map(model: PreTrainedModel, blocks: str, device: str) -> dict[str, st
             if f"{blocks}.".startswith(f"{full}.") and full != blocks:
                 put(child, f"{full}.")
                 continue
-            head = model.base_model is not model and not full.startswith(f"{model.base_model_prefix}.")
+            head = not full.startswith(body_prefix(model))
             free = head and not any(key.startswith(f"{full}.") for key in tied)
             places[full] = "disk" if full == blocks or free else device
 

@@ -145,6 +145,11 @@ def is_streamed(model: torch.nn.Module) -> bool:
     return BLOCKS in vars(model)
 
 
+def body_prefix(model: PreTrainedModel) -> str:
+    """Return the start of the names of all weights but the head's."""
+    return "" if model.base_model is model else f"{model.base_model_prefix}."
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device on which a model runs, also if its first weights are in their files."""
     tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
