@@ -144,7 +144,11 @@ def stage_of(report: Report) -> str:
 def where(report: Report) -> str:
     """Return a step's number, elapsed time, remaining time, speed and peak memory of the device."""
     stage = f"{stage_of(report)}, " if report.phase else ""
-    speed = f", {report.tokens / report.seconds:,.0f} tokens/s" if report.tokens and report.seconds else ""
+    speed = ""
+    if report.tokens and report.seconds:
+        speed = f", {report.tokens / report.seconds:,.0f} tokens/s"
+    elif report.left:  # Pictures and sounds have no tokens; `seconds` may lack those before a resume.
+        speed = f", {(report.steps - report.step) / report.left:.3g} steps/s"
     times = f"{report.seconds:.0f} s, {report.left:.0f} s left"
     return f"{stage}step {report.step}/{report.steps}, {times}{speed}{device_memory()}"
 

@@ -26,7 +26,7 @@ from linearize.fidelity.heads import POINTS, keep_heads, too_many_heads
 from linearize.jobs import stages
 from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
-from linearize.jobs.events import Callback, Concluded, Findings, HeadsChosen, Noted, Planned, Saved, Started, ignore
+from linearize.jobs.events import Callback, Concluded, Findings, HeadsChosen, Noted, Planned, Saved, ignore
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
 from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
@@ -241,8 +241,7 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
         stages.open_data(context, shorter, "a number to --window")
 
         def windows() -> Values:
-            on_event(Started("choosing the windows"))
-            plan, why, error, reference = choose_windows(loaded.model, context.source, context.plan)
+            plan, why, error, reference = choose_windows(loaded.model, context.source, context.plan, on_event)
             text = (
                 f"Windows per layer: the last hidden state has an error of {error:.3f} before training; with the same "
                 f"window in every layer, and at least as much state, it has {reference:.3f}"

@@ -7,6 +7,7 @@ replaced by the chosen candidate's, so a choice costs one forward pass, and the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention, Mask
 from linearize.core.errors import ConfigError
+from linearize.core.events import Advanced, Callback, ignore
 from linearize.fidelity.teacher import frozen_output, show, softmax_output
 from linearize.kernel_search.candidates import Candidates, Key
 from linearize.kernel_search.table import Choice, Table
@@ -66,6 +68,7 @@ class WholeModel:
 
     Attributes:
         known: errors by choice; each choice is measured only once.
+        on_event: called with `Advanced` after every candidate and every choice, once per batch.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class WholeModel:
         precision: str = "no",
         *,
         head: bool = True,
+        on_event: Callback = ignore,
     ) -> None:
-        self.model, self.candidates = model, candidates
+        self.model, self.candidates, self.on_event = model, candidates, on_event
         self.held_out = send_to_device(held_out, accelerator.device)
         self.accelerator, self.precision = accelerator, precision
         self.known: dict[Choice, WholeError] = {}
@@ -109,6 +113,8 @@ class WholeModel:
         modules = {key: self.candidates.modules[key].eval() for key in keys}
         error, power = dict.fromkeys(modules, 0.0), dict.fromkeys(self.candidates.hosts, 0.0)
 
+        done, total = itertools.count(1), len(modules) * len(self.held_out)
+
         def visit(
             name: str, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         ) -> Tensor | None:
@@ -118,6 +124,8 @@ class WholeModel:
             power[number] += _square_sum(target, padding)
             for key in (key for key in modules if key[0] == number):
                 error[key] += _square_sum(modules[key](q, k, v, mask, scaling).float() - target, padding)
+                # A layer that stands in several places of the model is visited more often.
+                self.on_event(Advanced(min(next(done), total), total))
             # The host itself would build a T x T mask from the causal mask and the padding.
             return target.to(v.dtype) if layer.shape.causal else None
 
@@ -132,12 +140,14 @@ class WholeModel:
         All processes measure all of the data, so their errors are equal.
         """
         objective, new = self.objective, [choice for choice in dict.fromkeys(choices) if choice not in self.known]
+        done = itertools.count(1)
 
         def terms(batch: Mapping[str, Tensor], share: Share) -> dict[tuple[Choice, str], Tensor]:
             original, found = objective.teach(batch), {}
             for choice in new:
                 of_choice = objective.terms_of(self._run(batch, choice), original, share)
                 found.update({(choice, name): term for name, term in of_choice.items()})
+                self.on_event(Advanced(next(done), len(new) * len(self.held_out)))
             return found
 
         if new:

@@ -31,6 +31,7 @@ from linearize.attention.layer import LinearAttention
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
+from linearize.core.events import Callback, Started, ignore
 from linearize.core.registry import SCALES, Hybrid
 from linearize.fidelity.teacher import frozen_output, run_body
 from linearize.kernel_search.candidates import Candidates, Layout
@@ -102,7 +103,9 @@ def _label(layer: LayerPlan) -> str:
     return ":".join([layer.kernel, *(f"{name}={value}" for name, value in parts.items() if value)])
 
 
-def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[Plan, dict[int, str], float, float]:
+def choose_windows(
+    model: PreTrainedModel, data: Batches, base: Plan, on_event: Callback = ignore
+) -> tuple[Plan, dict[int, str], float, float]:
     """Choose the windows of a model that is not converted yet; the model is unchanged afterwards.
 
     Args:
@@ -110,6 +113,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         data: training rows for fitting the scales, held-out rows for the errors. Choices whose queries read more than
             half a row are left out, because they would look exact.
         base: the plan whose layers with a window are the reference.
+        on_event: called with `Started` for each of the steps, and `Advanced` after every part of it.
 
     Returns:
         The plan, with a window, exact keys or routed blocks, and a kernel or no kernel for every layer; the reason for
@@ -137,6 +141,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
     with frozen(carrier):
         candidates = Candidates(layout, carrier, accelerator.device)
         rows = some_rows(next(data.train_batches()), ROWS)
+        on_event(Started("choosing the windows: fitting the scales"))
         tokens = _fit(carrier, candidates, {name: value.to(accelerator.device) for name, value in rows.items()})
         keys = [
             (n, label)
@@ -144,7 +149,8 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
             for label, choice in own.items()
             if label == reference[place] or _reads(choice.hybrid) <= tokens.get(n, 0) // 2
         ]
-        whole = WholeModel(carrier, candidates, held_out, accelerator, head=False)
+        whole = WholeModel(carrier, candidates, held_out, accelerator, head=False, on_event=on_event)
+        on_event(Started(f"choosing the windows: measuring {len(keys)} choices of single layers"))
         error = whole.errors_of(keys)
         # In a search, choices cost time. Here they cost state, as a share of the reference's state in all layers.
         sizes: dict[str, int] = {}
@@ -160,6 +166,7 @@ def choose_windows(model: PreTrainedModel, data: Batches, base: Plan) -> tuple[P
         for number, label in keys:
             entries[number][label] = Entry(size_of[number, label], error[number, label])
         table = Table(entries, dict.fromkeys(layers, 1 / limit), reference[0], labels)
+        on_event(Started("choosing the windows: trying them on the whole model"))
         chosen = whole.decide(table, reference, reference, table.best())
     why = {
         number: f"error of the layer's output {error[number, label]:.3g}, with {usual} {error[number, usual]:.3g}"

@@ -316,7 +316,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(terminal, monkeypat
         show(report(1), report(2), report(3, held_out=2.5))
     assert "\x1b" not in file.getvalue() and "\r" not in file.getvalue()
     first, last = file.getvalue().splitlines()
-    assert first.startswith("step 1/9, 2 s, 16 s left: loss 2.0000")
+    assert first.startswith("step 1/9, 2 s, 16 s left, 0.5 steps/s: loss 2.0000")
     assert "step 3/9" in last and "held out 2.5000" in last
 
 
@@ -351,8 +351,8 @@ def test_a_terminal_shows_what_is_running_between_the_stages(terminal, monkeypat
     with redirect_stdout(io.StringIO()) as log:
         waiting()
     assert log.getvalue().splitlines() == [
-        "step 1/9, 2 s, 16 s left: loss 2.0000; per layer a:1.00 b:3.00",
-        "training, step 1/9, 2 s, 16 s left: loss 2.0000",
+        "step 1/9, 2 s, 16 s left, 0.5 steps/s: loss 2.0000; per layer a:1.00 b:3.00",
+        "training, step 1/9, 2 s, 16 s left, 0.5 steps/s: loss 2.0000",
         "measuring the result",
     ]
 

@@ -17,6 +17,7 @@ from linearize.attention.shape import HeadShape
 from linearize.checkpoint.inspect import inspect_checkpoint
 from linearize.conversion.plan_file import read_plan
 from linearize.core.errors import ConfigError
+from linearize.core.events import Advanced, Event, Started
 from linearize.core.registry import Hybrid, kernel_info, kernel_infos
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.presets import width_of
@@ -141,6 +142,25 @@ def test_a_layer_that_looks_far_gets_more_than_one_that_looks_near():
     assert set(why) == {0, 1} and "error of the layer's output" in why[1]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert found == choose_windows(model, rows(), base)
+
+
+def test_the_choice_says_how_far_it_is():
+    """Each step counts its parts up to their number."""
+    seen: list[Event] = []
+    choose_windows(loud("llama", CAUSAL), rows(), linearize.plan(loud("llama", CAUSAL), "none", window=8), seen.append)
+    steps: list[list[tuple[int, int]]] = []
+    for event in seen:
+        if isinstance(event, Started):
+            steps.append([])
+        else:
+            assert isinstance(event, Advanced)
+            steps[-1].append((event.done, event.total))
+    scales, alone, whole = steps
+    assert not scales and alone == [(n, len(alone)) for n in range(1, len(alone) + 1)] and len(alone) > 2
+    # The whole model runs with one layer replaced after the other, and then with whole plans.
+    first = whole[: whole[0][1]]
+    assert first == [(1, 2), (2, 2)] and whole[2:] == [(n, len(whole) - 2) for n in range(1, len(whole) - 1)]
+    assert len(whole) > 2
 
 
 def test_the_error_is_that_of_the_converted_model():
