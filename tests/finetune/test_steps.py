@@ -120,6 +120,15 @@ def test_a_model_without_checkpointing_is_refused(place, tmp_path, capsys, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_fp16_on_a_cpu_is_refused(place, tmp_path, capsys, monkeypatch):
+    """It was trained in fp32 without a word."""
+    monkeypatch.chdir(place)
+    line = f"finetune linear {TASK} --device cpu --precision fp16 --output {tmp_path / 'out'}"
+    code, _, err = run(capsys, *line.split())
+    assert code == 2 and err.count("\n") == 1 and "got fp16 on a CPU" in err and "expected bf16 or no" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_log_says_how_long_it_has_to_go(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(place)
     line = f"finetune linear {TASK} --steps 6 --eval-every 3 --log-every 2 --output {tmp_path / 'out'}"

@@ -262,11 +262,15 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
 
     Raises:
         ConfigError: if the task can only be measured, gradient checkpointing is wanted and not supported, or images
-            should be grouped by length, or the model has an adapter of peft, or FSDP 2 cannot shard it.
+            should be grouped by length, or the model has an adapter of peft, or FSDP 2 cannot shard it, or it should
+            be trained in fp16 on a CPU.
     """
     check_merged(model)
     if under_fsdp():
         check_tied(model)
+    if config.precision == "fp16" and model.device.type == "cpu":
+        # Accelerate would train in fp32 without a word.
+        raise ConfigError("precision: got fp16 on a CPU, which stage two cannot train in; expected bf16 or no")
     if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
             f"stage two: task {data.task.name} has nothing to train; bring the model closer to its original with "
