@@ -19,7 +19,7 @@ from linearize.data.config import DataConfig
 from linearize.data.encode import TextEncoder, make_encoder
 from linearize.data.hub import cause, load_hub, unreachable
 from linearize.data.images import ImageFile, ImageFiles, ImageTable
-from linearize.data.local import exists, looks_local, open_local
+from linearize.data.local import check_classes, exists, looks_local, open_local
 from linearize.data.records import PackedRecords, Records, TextRecords
 from linearize.data.source import Chosen, Source, split_off
 
@@ -144,6 +144,8 @@ def make_part(
     from datasets import concatenate_datasets
 
     if files := [one for one in opened if isinstance(one, ImageFile)]:
+        if label is not None:
+            check_classes(files, origin)
         return ImageFiles(files, label is not None, origin), origin
     given = [one for one in opened if not isinstance(one, ImageFile)]
     tables = [uniform(table, config, modality, origin, label) for table in given]

@@ -177,6 +177,20 @@ def _split_folders(places: Sequence[PurePosixPath]) -> tuple[int, dict[str, str]
     return 0, {}
 
 
+def check_classes(files: Sequence[ImageFile], origin: str) -> None:
+    """Refuse images whose classes would all be names of splits, as in `cat/train/1.jpg`.
+
+    Raises:
+        DataError: naming the folders.
+    """
+    found = {file.inner.parent.name for file in files}
+    if {name.lower() for name in found} <= set(itertools.chain(*SPLIT_WORDS.values())):
+        raise DataError(
+            f"{origin}: got images whose class folders are named {', '.join(sorted(found))}, as splits are, expected "
+            "split/class/image, such as train/cat/1.jpg"
+        )
+
+
 def _saved(path: Path, split: str) -> Dataset:
     from datasets import DatasetDict, load_from_disk
 

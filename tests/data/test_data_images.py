@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
@@ -243,6 +244,14 @@ def test_what_is_wrong_is_named(classes: Path, tmp_path: Path, image_processor: 
         archive.writestr("a.txt", "x")
     with pytest.raises(DataError, match=r"'none.zip' is empty: got no image"):
         load_source(DataConfig(dataset=str(tmp_path / "none.zip")), image_processor, "image")
+
+
+def test_splits_inside_of_classes_are_not_taken_for_classes(classes: Path, tmp_path: Path) -> None:
+    """`red/train/1.png` had the class "train"."""
+    for name in ("red", "blue"):
+        shutil.copytree(classes / "red", tmp_path / "set" / name / "train")
+    with pytest.raises(DataError, match=r"class folders are named train, as splits are, expected split/class/image"):
+        labelled(tmp_path / "set")
 
 
 @pytest.mark.parametrize("content", [b"no image", b""])
