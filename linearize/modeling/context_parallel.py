@@ -311,6 +311,12 @@ def check_layers(model: PreTrainedModel, layers: Mapping[str, LinearAttention]) 
                     f"context parallel: got rotary positions of type {kind!r} in {name}, which change with the length "
                     "of the row, expected those of single tokens; compute such rows in one process"
                 )
+        if getattr(module, "attn_temperature_tuning", False):
+            # Llama 4 counts the tokens of its input itself, and only those after several thousands make a difference.
+            raise ConfigError(
+                f"context parallel: got a temperature that grows with a token's place in {name}, which each part would "
+                "count from its own start, expected none; compute such rows in one process"
+            )
     for name, layer in layers.items():
         mixer = layer.mixer
         if layer.across is not None:

@@ -121,6 +121,15 @@ def test_positions_that_change_with_the_length_are_refused(alone, kind):
         pass
 
 
+def test_a_temperature_by_place_is_refused(alone):
+    """Llama 4 counts places itself, from the start of a part, and in the short row that is tried they do not matter."""
+    model = converted("llama")
+    model.layers[1].self_attn.attn_temperature_tuning = True
+    words = r"got a temperature that grows with a token's place in layers\.1\.self_attn"
+    with pytest.raises(ConfigError, match=words), linearize.context_parallel(model):
+        pass
+
+
 def test_a_second_derivative_is_refused(alone):
     """It would leave out what other processes make of this part."""
     x = torch.ones(3, requires_grad=True)
