@@ -108,6 +108,10 @@ COLUMNS = {
     "windows per layer, no kernel, aligned": Column("silent-aligned"),
     "kernel and window, one softmax layer of six": Column("window", softmax_layers=6),
     "routed, untrained": Column("routed"),
+    "routed 272, untrained": Column("routed", hybrid={"routed_blocks": "272"}),
+    "routed and kernel": Column("routed-kernel"),
+    "routed and kernel, no kernel": Column("routed-kernel", kernel=False),
+    "routed and kernel, window only": Column("routed-kernel", kernel=False, hybrid={"routed_blocks": ""}),
 }
 
 
