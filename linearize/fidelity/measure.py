@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
+from linearize.attention.native import chooser
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts, taken_heads
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError
@@ -322,7 +323,8 @@ def _weight_rows(
 def _hybrid_rows(queries: Mapped, keys: Mapped, window: Window) -> Callable[[teacher.Rows, Tensor], Tensor]:
     """Return what `_weight_rows` does, for a positive kernel with a window, as defined in `linearize.ops.window`."""
     query_scale, key_scale, key_heads = queries.scale(), keys.scale(), keys.x.shape[1]
-    near_keys, grouped = NearKeys(window, key_scale, keys.x), group_queries(queries.x, key_heads)
+    near_keys = NearKeys(window, key_scale, keys.x, chooser(keys.x))
+    grouped = group_queries(queries.x, key_heads)
 
     def rows_of(rows: teacher.Rows, scores: Tensor) -> Tensor:
         near = near_keys.rows(rows.places, rows.seen, grouped[:, :, :, rows.part].flatten(0, 1))

@@ -153,10 +153,13 @@ class NearKeys:
         window: the form of the attention.
         priority: [b, K, T], the keys' log-scales; there is no padding.
         k: [b, K, T, D], the keys, by which blocks are chosen; needed only with routed blocks.
+        choose: chooses the routed blocks.
     """
 
-    def __init__(self, window: Window, priority: Tensor, k: Tensor | None = None) -> None:
-        self.window, self.kept, self.channels = window, None, None
+    def __init__(
+        self, window: Window, priority: Tensor, k: Tensor | None = None, choose: Choose = choose_blocks
+    ) -> None:
+        self.window, self.kept, self.channels, self.choose = window, None, None, choose
         slots, tokens = window.exact_keys, priority.shape[-1]
         if window.blocks:
             assert k is not None
@@ -184,7 +187,7 @@ class NearKeys:
         near = window.holds(distance) | (keys < window.sinks)
         if self.channels is not None:
             assert queries is not None
-            chosen = choose_blocks(queries, self.channels, places.expand(len(self.count), -1), self.count, window)
+            chosen = self.choose(queries, self.channels, places.expand(len(self.count), -1), self.count, window)
             chosen = are_chosen(chosen, self.channels.shape[3] // window.block_size)
             return near | chosen.repeat_interleave(window.block_size, dim=3)[..., :seen]
         if self.kept is None:

@@ -13,6 +13,7 @@ from linearize.attention.call import AttentionCall
 from linearize.attention.native import engine
 from linearize.ops import Window
 from linearize.ops.window_parts import CHANNELS, choose_blocks
+from linearize.training.stage_one.loss import Targets, cross_entropy
 
 DIRECTIONS = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 LENGTHS = (1, 9, 48, 200, 700)
@@ -290,6 +291,25 @@ def test_choices_are_those_of_pytorch(switch, count, blocks, causal):
         counts = torch.tensor([count, count // 2 + 1])
         got, want = (choose(q, channels, places, counts, form) for choose in (engine().choose, choose_blocks))
         assert torch.equal(got.sort(dim=-1).values, want.sort(dim=-1).values)
+
+
+@DIRECTIONS
+@torch.no_grad()
+def test_stage_one_chooses_with_it(switch, watch, causal):
+    """A PyTorch choice took most of the time of a training with looked-up keys."""
+    mixer = learned("hedgehog", {}, causal=causal, key_heads=2, window=6, sinks=2, routed_blocks="3:2", scale="linear")
+    (q, k, _), mask, rows = tokens(70, key_heads=2), padding(70), torch.tensor([3, 20, 41, 69])
+    targets, found, calls = Targets(q, k, D**-0.5, causal, mask), [], watch("choose")
+    for on in (True, False):
+        switch(on)
+        assert bool(calls) != on
+        sides = mixer.mapped(q, k, scaling=D**-0.5, key_padding_mask=mask, rows=rows)
+        window = mixer.form(D**-0.5)
+        loss, gradients = cross_entropy(*sides, targets.sampled(rows), None, window, gradient=True)
+        found.append([loss, *(x for x in gradients if x is not None)])
+    assert len(found[0]) == 5
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_explanation_names_what_it_does_not_compute(switch):

@@ -11,9 +11,12 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from linearize.ops.state import is_tracing
+from linearize.ops.window_parts import Choose, choose_blocks
 
 SWITCH = "LINEARIZE_NATIVE"
 """Environment variable: if it is 0, the native op is not used even if it is built."""
@@ -27,6 +30,12 @@ def engine() -> Any:
 def enabled() -> Any:
     """Return what `engine` returns, for callers that know that nothing is being traced."""
     return None if os.environ.get(SWITCH) == "0" else loaded()
+
+
+def chooser(x: Tensor) -> Choose:
+    """Return what chooses routed blocks of keys on the device of `x`: the engine if it computes there, or PyTorch."""
+    found = engine() if x.is_cpu else None
+    return choose_blocks if found is None else cast(Choose, found.choose)
 
 
 def absence() -> str:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from linearize.attention.native import chooser
 from linearize.fidelity.teacher import Rows, pieces, put, row_blocks, take
 from linearize.kernels.base import Features
 from linearize.ops import Window
@@ -199,7 +200,7 @@ class _Walk:
                 phi_k[part],
                 None if query_scale is None else query_scale[part],
                 None if log_scale is None else log_scale[part],
-                None if self.window is None else NearKeys(self.window, priority[None, part], k[None, part]),
+                None if self.window is None else NearKeys(self.window, priority[None, part], k[None, part], chooser(k)),
                 None if left_out is None else left_out[part],
                 grad_q[part],
                 grad_k[part],

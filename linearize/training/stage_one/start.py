@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.layer import LinearAttention
+from linearize.attention.native import chooser
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.core.registry import SCALES
 from linearize.fidelity.teacher import all_rows, frozen_output, pieces, score_rows, take
@@ -157,7 +158,8 @@ def _blocks(
         q, k = (take(x, batch, tokens) for x in (targets.q, targets.k))
         queries, keys = mixer.mapped(q, k, scaling=targets.scaling)
         assert queries.log_scale is not None and keys.log_scale is not None
-        key_scale, near, every = keys.log_scale, NearKeys(window, keys.log_scale, k), max(1, q.shape[2] // QUERIES)
+        near = NearKeys(window, keys.log_scale, k, chooser(k))
+        key_scale, every = keys.log_scale, max(1, q.shape[2] // QUERIES)
         some, phi_q, query_scale = (
             group_queries(side[:, :, every - 1 :: every], count)
             for side in (q, queries.phi, queries.log_scale[..., None])
