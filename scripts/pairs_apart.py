@@ -2,9 +2,9 @@
 
     python scripts/pairs_apart.py MRPC WIKI --words 190 --output pairs-apart
 
-MRPC is a folder with train and test (.jsonl.gz) of pairs `sentence1`, `sentence2` and their `label`; WIKI one with
-train.txt.gz and test.txt.gz. A row's `text` is the first sentence, a stretch of text of the same split, and the second
-sentence. A part of a text that has one sentence only says nothing about the label, however many parts are averaged.
+MRPC is a folder with train and test (.jsonl or .jsonl.gz) of pairs `sentence1`, `sentence2` and their `label`; WIKI one
+with train.txt.gz and test.txt.gz. A row's `text` is the first sentence, a stretch of text of the same split, and the
+second sentence. A part of a text that has one sentence only says nothing about the label, however many are averaged.
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ import gzip
 import json
 from pathlib import Path
 
+import pandas as pd
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", type=Path, help="folder with the pairs")
+    parser.add_argument("filler", type=Path, help="folder with the text to put between them")
+    parser.add_argument("--words", type=int, default=190, help="words between the sentences")
+    parser.add_argument("--output", type=Path, required=True, help="folder, which must not exist")
+    return parser.parse_args(words)
+
 
 def main(words: list[str] | None = None) -> None:
     """Write train.jsonl and test.jsonl into the --output folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", type=Path, help="folder with train.jsonl.gz and test.jsonl.gz")
-    parser.add_argument("filler", type=Path, help="folder with train.txt.gz and test.txt.gz")
-    parser.add_argument("--words", type=int, default=190, help="words between the sentences")
-    parser.add_argument("--output", type=Path, required=True, help="folder, which must not exist")
-    args = parser.parse_args(words)
+    args = parse(words)
     args.output.mkdir(parents=True)
     for split in ("train", "test"):
         with gzip.open(args.filler / f"{split}.txt.gz", "rt", encoding="utf-8") as file:
             hay = file.read().split()
-        with gzip.open(args.pairs / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
-            pairs = [json.loads(line) for line in file]
+        pairs = pd.read_json(next(args.pairs.glob(f"{split}.jsonl*")), lines=True)
         with (args.output / f"{split}.jsonl").open("w", encoding="utf-8") as out:
-            for number, pair in enumerate(pairs):
+            for number, (first, second, label) in enumerate(
+                zip(pairs["sentence1"], pairs["sentence2"], pairs["label"], strict=True)
+            ):
                 # The stretches begin evenly over the text, and overlap where it is short.
                 begin = number * (len(hay) - args.words) // len(pairs)
                 between = " ".join(hay[begin : begin + args.words])
-                row = {"text": f"{pair['sentence1']} {between} {pair['sentence2']}", "label": pair["label"]}
+                row = {"text": f"{first} {between} {second}", "label": int(label)}
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -48,6 +48,7 @@ BASES = (
     "window only",
     "window only, exact keys, softmax heads",
     "window of 256, 64 exact keys, softmax heads",
+    "routed, untrained",
 )
 """The columns that all others are compared with."""
 NAMES = ("harbour", "castle", "garden", "bridge")
@@ -110,7 +111,6 @@ COLUMNS = {
     "routed, untrained": Column("routed"),
     "routed 272, untrained": Column("routed", hybrid={"routed_blocks": "272"}),
     "routed and kernel": Column("routed-kernel"),
-    "routed and kernel, no kernel": Column("routed-kernel", kernel=False),
     "routed and kernel, window only": Column("routed-kernel", kernel=False, hybrid={"routed_blocks": ""}),
 }
 

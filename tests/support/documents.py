@@ -203,7 +203,7 @@ def make_place(root: Path) -> Path:
     shutil.copy(CHECKOUT / "recipes" / "template.yaml", root / "mine.yaml")
     write_glue(root / "glue", rows)
     write_reviews(root, rows)
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):
         # Two lines an article, as WikiText has them.
         own = "".join(
             f"{'' if n % 2 else f' = Article {n} = {chr(10)}'}{split} {row['text']}\n" for n, row in enumerate(rows)
@@ -359,7 +359,8 @@ def quick(words):
     if words[0] != "bench" or words[1].startswith("-"):
         # The small models have 8 heads.
         fewer = " --keep-softmax-heads 2" if "--keep-softmax-heads" in words else ""
-        return f"{QUICK[words[0]]}{fewer}"
+        shorter = " --chunk-length 16" if "--chunk-length" in words else ""
+        return f"{QUICK[words[0]]}{fewer}{shorter}"
     return OF_MODEL if "--image-size" in words else f"{OF_MODEL} --lengths 16,32"
 
 
@@ -367,6 +368,7 @@ PARSED = (
     "attention_shape",
     "closeness_by_length",
     "measure_stage_one_memory",
+    "pairs_apart",
     "proof_smollm2",
     "routed_blocks",
     "routed_scores",
@@ -392,7 +394,7 @@ def run_example(line, file, words, parse_only=False):
         importlib.import_module(words[0]).parse(words[1:])
         return
     name = Path(file).stem
-    if file == "scripts/silence_kernel.py" and not parse_only:
+    if file in ("scripts/silence_kernel.py", "scripts/pairs_apart.py") and not parse_only:
         script(name).main(words)
         return
     if file in (f"scripts/{name}.py" for name in PARSED):
