@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Record
-from linearize.conversion.gguf import find_gguf, load_weights, located, read_config_values, timm_options
+from linearize.conversion.gguf import find_gguf, in_safetensors, load_weights, located, read_config_values, timm_options
 from linearize.core.errors import (
     CheckpointError,
     ConfigError,
@@ -91,13 +91,12 @@ def load_model(
         UnknownNameError: for an unknown task.
     """
     from linearize.modeling import offload
-    from linearize.modeling.weights import check_numbers, read_header
+    from linearize.modeling.weights import check_numbers
 
     raw, loader, architecture = model_loader(name, task, revision)
     load = functools.partial(load_weights, loader, name, revision=revision, **timm_options(raw))
     with explained(name, f"as {architecture}" if architecture else ""):
-        stays = (stream or in_files) and find_gguf(name) is None and "architecture" not in raw
-        if not (stays and read_header(name, revision=revision)):
+        if not (stream or in_files) or not in_safetensors(name, raw, revision):
             if stream:
                 raise UnsupportedModelError(
                     f"{STREAM}: {name!r} is a GGUF file, a model of timm or not in safetensors files, expected a "
@@ -186,13 +185,13 @@ def load_converted(name: str, *, device: str = "cpu", in_files: bool = False) ->
 
     from linearize.modeling import offload
     from linearize.modeling.model import saved_class
-    from linearize.modeling.weights import check_numbers, read_header
+    from linearize.modeling.weights import check_numbers
 
-    check_converted(name)
+    raw = check_converted(name)
     saved = saved_class(config := AutoConfig.from_pretrained(name))
     load = functools.partial((saved or AutoModel).from_pretrained, name)
     with quiet():
-        if in_files and saved is not None and read_header(name):
+        if in_files and saved is not None and in_safetensors(name, raw):
             model = offload.load_in_files(
                 offload.without_weights(saved._from_config, config), load, check_device(device)
             )

@@ -155,6 +155,18 @@ def timm_options(config: ReadOnlyValues) -> Values:
     return {"model_args": {key: value for key, value in arguments.items() if key != "num_classes"}}
 
 
+def in_safetensors(name: str, config: ReadOnlyValues, revision: str | None = None) -> bool:
+    """Tell whether a checkpoint's weights are in safetensors files with the usual names, and not in timm's.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+    """
+    # Imported here, as finding a GGUF file needs no torch.
+    from linearize.modeling.weights import read_header
+
+    return find_gguf(name) is None and "architecture" not in config and bool(read_header(name, revision=revision))
+
+
 def _check_layers(model: PreTrainedModel, name: str, info: ReadOnlyValues, new_head: bool) -> None:
     """Check that a model's layers were loaded; transformers fills in missing weights at random.
 

@@ -107,7 +107,7 @@ def open_tuning(
     """
     data_options = job.data
     check_options(job.tune, _adapter_of(job))
-    # Under FSDP the whole model stays on the host, and the trainer shards a copy.
+    # Under FSDP the model stays in its files or on the host, and the trainer shards a copy.
     device = "cpu" if under_fsdp() else own_device(job.device)
     check_report_to(job.tune.report_to)
     if data_options.extra_pairs and job.teacher is None:
@@ -120,7 +120,8 @@ def open_tuning(
     processor, head = load_processor(job.model, job.task.modality), None if job.new_head else job.model
     data = prepare(job.task, processor, data_options, data=job.dataset, head_of=head)
     on_event(DataOpened(data.description))
-    model = move(load_for_task(job.model, data, new_head=job.new_head, seed=job.tune.seed), device)
+    seed, sharded = job.tune.seed, under_fsdp()
+    model = move(load_for_task(job.model, data, new_head=job.new_head, seed=seed, in_files=sharded), device)
     fitted = fit_positions(model, data.type.processor, job.task, data_options.max_length)
     for note in (fitted, None if job.new_head else other_classes(job.model, data)):
         if note is not None:

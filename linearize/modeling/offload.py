@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import linear_attentions
@@ -177,6 +177,41 @@ def without_hooks(model: ModelT, others: Iterable[nn.Module] = ()) -> ModelT:
 
             remove_hook_from_module(module)
     return model
+
+
+def in_memory_from_now(model: ModelT) -> ModelT:
+    """Remove what marks a model as offloaded, after its hooks, and return the model."""
+    for name in (OFFLOADED, BLOCKS, "hf_device_map", "to", "cuda"):
+        vars(model).pop(name, None)
+    return model
+
+
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a model's weight another tensor, in place of the one in its file."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    module._parameters[own] = nn.Parameter(tensor, requires_grad=module.get_parameter(own).requires_grad)
+
+
+@contextlib.contextmanager
+def as_if_in_memory(model: nn.Module) -> Iterator[None]:
+    """Temporarily give offloaded weights tensors on the CPU that have their size but no contents and no memory.
+
+    peft makes new weights on the device of those that they belong to.
+    """
+    away = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_meta
+    ]
+    for module, name, weight in away:
+        module._parameters[name] = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), False)
+    try:
+        yield
+    finally:
+        for module, name, weight in away:
+            module._parameters[name] = weight
 
 
 def size_of_block(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearize.core.errors import ConfigError
 from linearize.core.options import build, check, option, parse_pairs
+from linearize.training.processes import is_main
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -60,8 +61,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
     import peft
     from torch import nn
 
+    from linearize.modeling.offload import as_if_in_memory
+
     targets = target_modules(model, config.targets)
-    peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
+    with as_if_in_memory(model):
+        peft.inject_adapter_in_model(_peft_config(model, config, targets), model)
     body: Any = model.base_model
     # timm's models have their head inside, and of CLIP's image classifiers the body is the whole model.
     found = body.get_classifier() if hasattr(body, "get_classifier") else getattr(body, "classifier", ())
@@ -131,11 +135,19 @@ def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     """Add the updates to the weights and remove their modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    from linearize.modeling.offload import put
+    from linearize.modeling.weights import stored
+
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
-            # Into new weights: a teacher may share the old ones.
-            module.merge(safe_merge=True)
-            model.set_submodule(name, module.get_base_layer())
+            base: Any = module.get_base_layer()
+            # Only the main process has the updates of weights in files.
+            if base.weight.is_meta and is_main():
+                put(model, weight := f"{name}.base_layer.weight", stored(model, weight, base.weight))
+            if not base.weight.is_meta:
+                # Into new weights: a teacher may share the old ones.
+                module.merge(safe_merge=True)
+            model.set_submodule(name, base)
     if hasattr(model, "peft_config"):
         del model.peft_config
     return model.requires_grad_(True)

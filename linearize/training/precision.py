@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from linearize.modeling.weights import device_of
+
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The dtypes that lose small updates, and their names as precisions."""
 
@@ -24,8 +26,9 @@ def passes_of(model: nn.Module) -> str:
     stored = next((parameter for parameter in model.parameters() if parameter.dtype in HALF), None)
     if stored is None:
         return "no"
-    cuda, bf16 = stored.device.type == "cuda", stored.dtype == torch.bfloat16
-    trains = stored.device.type == "cpu" if bf16 and not cuda else cuda and (not bf16 or torch.cuda.is_bf16_supported())
+    device, bf16 = device_of(model).type, stored.dtype == torch.bfloat16
+    cuda = device == "cuda"
+    trains = device == "cpu" if bf16 and not cuda else cuda and (not bf16 or torch.cuda.is_bf16_supported())
     return HALF[stored.dtype] if trains else "no"
 
 

@@ -1,23 +1,32 @@
 """FSDP 2: a copy of a model that is sharded over the processes.
 
-In stage one no process ever holds the copy as a whole: it is made without memory, and each process then reads its parts
-from the given model, whose weights may be in their files (`linearize.modeling.offload`). In stage two accelerate shards
-a copy of a model that stays whole on the host. It has the precision of a run in one process: trained weights in fp32,
-passes under autocast, and gradients that are added up in fp32.
+No process ever holds the copy as a whole: it is made without memory, and each process then reads its parts from the
+given model, whose weights may be in their files (`linearize.modeling.offload`). accelerate's own ways need the whole
+model in the first process (`cpu_ram_efficient_loading`) or in each, and transformers' (`DistributedConfig`, from 5.24)
+has a plan for few classes and shards before low-rank updates are added.
+
+In stage two the copy has the precision of a run in one process: trained weights in fp32, passes under autocast, and
+gradients that are added up in fp32.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast, fsdp2_prepare_model
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast,
+    broadcast_object_list,
+    fsdp2_prepare_model,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -34,9 +43,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from linearize.core.errors import ConfigError
-from linearize.modeling.offload import tie, without_hooks
+from linearize.modeling.offload import in_memory_from_now, put, tie, without_hooks
 from linearize.modeling.weights import device_of, stored
-from linearize.training.processes import several, under_fsdp
+from linearize.training.precision import to_fp32
+from linearize.training.processes import is_main, several, under_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
 """Files of the states of the optimizer and of its schedule, with transformers' names."""
@@ -71,6 +81,7 @@ def check_tied(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: naming them.
     """
+    tie(model)
     together = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     owners: dict[nn.Parameter, dict[str, int]] = {}
     for path, module in model.named_modules():
@@ -84,7 +95,7 @@ def check_tied(model: PreTrainedModel) -> None:
 def start_fsdp(accelerator: Accelerator) -> None:
     """Let accelerate shard models, also on CPUs, where its own configuration does not."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin(fsdp_version=2)
-    # Every process has loaded the weights.
+    # `fill` reads the weights.
     plugin.cpu_ram_efficient_loading = False
     # accelerate would run kernels and norms in half precision, and add up gradients in it.
     plugin.mixed_precision_policy = None
@@ -134,7 +145,7 @@ def empty_copy(model: PreTrainedModel, keep: Iterable[nn.Module] = ()) -> PreTra
         if id(parameter) not in kept:
             empty = torch.empty_like(parameter, device="meta")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    return without_hooks(copy.deepcopy(model, memo), keep)
+    return in_memory_from_now(without_hooks(copy.deepcopy(model, memo), keep))
 
 
 def part_of(full: Tensor, like: DTensor) -> Tensor:
@@ -147,7 +158,13 @@ def part_of(full: Tensor, like: DTensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(copied: nn.Module, model: nn.Module, device: torch.device, part: nn.Module | None = None) -> None:
+def fill(
+    copied: nn.Module,
+    model: nn.Module,
+    device: torch.device,
+    part: nn.Module | None = None,
+    sent: Container[str] = frozenset(),
+) -> None:
     """Read the weights of an `empty_copy`, one after the other; of a sharded weight only this process's part.
 
     Args:
@@ -155,6 +172,7 @@ def fill(copied: nn.Module, model: nn.Module, device: torch.device, part: nn.Mod
         model: where the weights are, by the same names.
         device: their device in the copy.
         part: the module of the copy whose weights are read, by default all; the others stay without memory.
+        sent: names of weights that the main process has, and sends to the others.
     """
     filled: dict[int, nn.Parameter] = {}
     own, inside = model.state_dict(keep_vars=True), set((part or copied).modules())
@@ -164,7 +182,8 @@ def fill(copied: nn.Module, model: nn.Module, device: torch.device, part: nn.Mod
                 continue
             if id(empty) not in filled:
                 full = f"{path}.{name}" if path else name
-                value, source = torch.empty_like(empty, device=device), stored(model, full, own[full])
+                value = torch.empty_like(empty, device=device)
+                source = from_main(own[full], device) if full in sent else stored(model, full, own[full])
                 if isinstance(value, DTensor):
                     value.to_local().copy_(part_of(source, value))
                 else:
@@ -173,13 +192,41 @@ def fill(copied: nn.Module, model: nn.Module, device: torch.device, part: nn.Mod
             module._parameters[name] = filled[id(empty)]
 
 
-def sharded_copy(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel:
-    """Return a frozen copy of a model, sharded over the devices, for passes without a gradient."""
-    copied = sharded(copy.deepcopy(model).eval().requires_grad_(False), accelerator)
+def from_main(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the main process's values of a tensor that has the same size and dtype in every process."""
+    sent: Tensor = broadcast(tensor.to(device) if is_main() else torch.empty_like(tensor, device=device))
+    return sent
+
+
+def in_main(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of a model's weights that the main process has in memory."""
+    names = [[name for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta]]
+    return frozenset(broadcast_object_list(names)[0])
+
+
+def frozen_copy(
+    model: PreTrainedModel,
+    accelerator: Accelerator,
+    dtype: torch.dtype | None = None,
+    sent: Container[str] = frozenset(),
+) -> PreTrainedModel:
+    """Return a frozen copy of a model, sharded over the devices, for passes without a gradient.
+
+    Args:
+        model: the model; its weights may be in their files.
+        accelerator: the processes.
+        dtype: dtype of the copy, by default the model's.
+        sent: as in `fill`.
+    """
+    copied = empty_copy(model).eval().requires_grad_(False)
+    if dtype is not None:
+        copied.to(dtype=dtype)
+    copied = sharded(copied, accelerator)
     for module in copied.modules():
         if isinstance(module, FSDPModule):
             # There is no backward pass to keep weights for.
             module.set_reshard_after_forward(True, recurse=False)
+    fill(copied, model, accelerator.device, sent=sent)
     return copied
 
 
@@ -189,14 +236,22 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Shards:
-    """A sharded model that is trained, and its weights as they are without FSDP.
+    """A sharded copy of a model, which is trained, and its weights as they are without FSDP.
+
+    Args:
+        model: the model; its weights may be in their files.
+        accelerator: the processes.
+        in_fp32: whether weights that are not trained are held in fp32 too.
 
     Attributes:
-        model: the model.
+        model: the copy.
     """
 
-    def __init__(self, model: PreTrainedModel, accelerator: Accelerator) -> None:
-        self.model, self.accelerator = sharded(model, accelerator), accelerator
+    def __init__(self, model: PreTrainedModel, accelerator: Accelerator, *, in_fp32: bool) -> None:
+        copied = empty_copy(model)
+        to_fp32(copied, whole=in_fp32)
+        self.model, self.accelerator = sharded(copied, accelerator), accelerator
+        fill(self.model, model, accelerator.device)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the weights by name; a weight with several names has the first one."""
@@ -204,13 +259,22 @@ class Shards:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in first}
 
     @torch.no_grad()
-    def gather_into(self, model: nn.Module) -> None:
-        """Copy what was trained into a whole model, in every process, one weight after the other."""
+    def gather_into(self, model: PreTrainedModel) -> None:
+        """Copy what was trained into the given model, one weight after the other.
+
+        Weights that the model has in files come into the memory of the main process, which saves them.
+        """
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-        own = model.state_dict()
+        own = model.state_dict(keep_vars=True)
         for name, tensor in self._tensors().items():
-            if name not in frozen:
-                own[name].copy_(whole(tensor))
+            if name in frozen:
+                continue
+            full = whole(tensor)
+            if not own[name].is_meta:
+                own[name].copy_(full)
+            elif self.accelerator.is_main_process:
+                put(model, name, full.to("cpu", own[name].dtype))
+        tie(model)
 
     def save(self, file: Path) -> None:
         """Write the weights into one file; the main process gathers them in host memory, one after the other."""

@@ -71,6 +71,8 @@ def root(tmp_path_factory, request):
         tuning.main(**job(root, model, f"{name} one", options | more))
     jobs = [job(root, model, f"{name} two", options) for name, (model, options) in cases.items()]
     together(tuning.sharded, jobs, environment=tuning.FSDP)
+    jobs = [job(root, model, f"{name} whole", options) for name, (model, options) in cases.items()]
+    together(tuning.whole, jobs, environment=tuning.FSDP)
     return root
 
 
@@ -99,6 +101,18 @@ def test_two_processes_with_half_of_each_weight_equal_one(case, root):
     assert records[0]["best_step"] == records[1]["best_step"] == (OPTIONS | CASES[case][1])["steps"]
     assert records[0]["metrics"] == pytest.approx(records[1]["metrics"], rel=1e-4)
     assert sorted(p.relative_to(one) for p in one.rglob("*")) == sorted(p.relative_to(two) for p in two.rglob("*"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
+def test_weights_that_are_read_in_parts_equal_whole_ones_to_the_bit(case, root):
+    parts, whole = (load_file(root / f"{case} {way}" / "model.safetensors") for way in ("two", "whole"))
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) and parts[name].dtype == whole[name].dtype for name in parts)
+    ways = [json.loads((root / f"{case} {way}" / "finetuning.json").read_text()) for way in ("two", "whole")]
+    assert ways[0]["metrics"] == ways[1]["metrics"] and ways[0]["selection"] == ways[1]["selection"]
+    if "keep_adapter" in CASES[case][1]:
+        files = (root / f"{case} {way}" / "adapter" / "adapter_model.safetensors" for way in ("two", "whole"))
+        assert next(files).read_bytes() == next(files).read_bytes()
 
 
 def test_a_resumed_run_ends_as_the_first_would_to_the_bit(root):

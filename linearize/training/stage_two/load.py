@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import explained, load_processor, model_type, move, read_config
 from linearize.checkpoint.ownership import check_links, read_mapping
-from linearize.conversion.gguf import load_weights, located, read_config_values, timm_options
+from linearize.conversion.gguf import in_safetensors, load_weights, located, read_config_values, timm_options
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, some, unknown_name
 from linearize.core.heads import Processor, head_of_class
@@ -25,7 +25,9 @@ from linearize.core.parsing import user_path
 from linearize.core.registry import ReadOnlyValues, Values
 from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
+from linearize.modeling import offload
 from linearize.modeling.model import evaluating, is_linearized
+from linearize.modeling.weights import check_numbers, device_of, is_offloaded
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.stage_two.task_types.base import TaskData, is_named
 from linearize.training.stage_two.tasks import Task, several_labels
@@ -45,7 +47,13 @@ def recorded(name: str | Path) -> Values:
 
 
 def load_for_task(
-    name: str, data: TaskData, *, new_head: bool = False, seed: int = 0, changes: Mapping[str, object] | None = None
+    name: str,
+    data: TaskData,
+    *,
+    new_head: bool = False,
+    seed: int = 0,
+    changes: Mapping[str, object] | None = None,
+    in_files: bool = False,
 ) -> PreTrainedModel:
     """Load a checkpoint with the head of a task; a missing head is drawn from the seed, a missing padding token is set.
 
@@ -58,6 +66,7 @@ def load_for_task(
         new_head: whether a trained head of another size is replaced.
         seed: seed of a new head.
         changes: changes to the checkpoint's config, such as dropout.
+        in_files: whether blocks, embedding and head stay in their files, where that is possible.
 
     If the data lacks some of the classes that the head has names for, these become the last of the task's.
 
@@ -69,8 +78,8 @@ def load_for_task(
     """
     import transformers
 
-    task, head_labels = data.task, None
-    options: dict[str, object] = timm_options(read_config(name))
+    task, head_labels, raw = data.task, None, read_config(name)
+    options: dict[str, object] = timm_options(raw)
     if data.num_labels is not None:
         head_labels = None if new_head else _head_labels(name, data)
         named = task = data.task
@@ -85,13 +94,26 @@ def load_for_task(
             if key not in known:
                 raise ConfigError(f"model.config: {unknown_name('key', key, known)}")
         options |= changes
-    transformers.set_seed(seed)
+    auto: Any = getattr(transformers, task.head.auto_class)
+    order = None if head_labels is None else label_order(head_labels, task.labels or ())
+
+    def load(**places: object) -> PreTrainedModel:
+        transformers.set_seed(seed)
+        return load_weights(auto, name, **options, **places)
+
     with explained(name, f"as {task.head.auto_class}"):
-        model = load_weights(getattr(transformers, task.head.auto_class), name, **options)
+        # The weights of a head whose outputs change places are changed in memory.
+        if in_files and order is None and in_safetensors(name, raw):
+            named = {key: value for key, value in options.items() if key != "ignore_mismatched_sizes"}
+            config = transformers.AutoConfig.from_pretrained(name, **named)
+            model = offload.load_in_files(offload.without_weights(auto.from_config, config), load, "cpu")
+            check_numbers(model, repr(name))
+        else:
+            model = load()
     if getattr(model.config, "label_names", None) is not None and task.labels is not None:
         # Those of the file, which timm's config would write again.
         model.config.label_names = list((model.config.id2label or {}).values())
-    if head_labels is not None and (order := label_order(head_labels, task.labels or ())):
+    if order is not None:
         reorder_outputs(model, order)
     fit_tokenizer(model, data.type.processor)
     if task.modality == "image" and len(data.validation):
@@ -408,7 +430,7 @@ def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrai
     """
     check_tuned(name, data)
     check_processor(name, load_processor(name, data.task.modality), data.type.processor)
-    teacher = load_for_task(name, data)
+    teacher = load_for_task(name, data, in_files=is_offloaded(student))
     check_teacher(student, teacher)
     length = data.type.options.max_length
     check_length(teacher, data.task, length, advice="name a teacher that takes more")
@@ -417,9 +439,8 @@ def load_teacher(name: str, data: TaskData, student: PreTrainedModel) -> PreTrai
 
 def freeze(teacher: PreTrainedModel, student: PreTrainedModel) -> PreTrainedModel:
     """Return the teacher in evaluation mode, without gradients, on its student's device and in its dtype."""
-    like = next(student.parameters())
     teacher.config.use_cache = False
-    return move(teacher, like.device, like.dtype).eval().requires_grad_(False)
+    return move(teacher, device_of(student), next(student.parameters()).dtype).eval().requires_grad_(False)
 
 
 def check_tuned(name: str, data: TaskData) -> None:

@@ -25,11 +25,11 @@ from linearize.checkpoint.loading import quiet
 from linearize.checkpoint.output import is_write_error
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError
 from linearize.core.registry import Values
-from linearize.modeling.weights import check_merged
+from linearize.modeling.weights import check_merged, is_offloaded
 from linearize.training.adapters import adapter_files, add_lora, merge_lora, plain_name
 from linearize.training.alignment.pair import check_teacher, share
 from linearize.training.precision import HALF, in_fp32, passes_of
-from linearize.training.processes import check_launcher, under_fsdp
+from linearize.training.processes import check_launcher, is_main, under_fsdp
 from linearize.training.run import fade_beyond
 from linearize.training.sharding import check_settings, check_tied
 from linearize.training.stage_two.config import TuneConfig
@@ -110,11 +110,11 @@ def finetune(
         passes = passes_of(model) if config.precision == "no" else config.precision
         half = any(parameter.dtype in HALF for parameter in model.parameters())
         set_trained(model, config)
-        if teacher is not None:
+        if teacher is not None and not under_fsdp():
             # Parameters of its own: the model's may be given another dtype.
             frozen = {name: x for name, x in model.named_parameters() if not x.requires_grad}
             share(teacher, {plain_name(name): nn.Parameter(x.detach(), False) for name, x in frozen.items()})
-        # Under FSDP the trainer has a copy of the model.
+        # Under FSDP the trainer has copies of both models.
         with contextlib.nullcontext() if under_fsdp() else in_fp32(model, whole=passes == "no"):
             options = dataclasses.replace(config, precision=passes)
             trainer = Tuner(model, data, options, folder, teacher=teacher, on_log=on_log)
@@ -375,7 +375,8 @@ def end_training(model: PreTrainedModel, config: TuneConfig, adapter_of: str | N
     """Undo `set_trained`, merging low-rank updates; return their files if `adapter_of` names their model."""
     adapter = None
     if config.lora is not None:
-        adapter = None if adapter_of is None else adapter_files(model, config.lora, adapter_of)
+        if adapter_of is not None and (is_main() or not is_offloaded(model)):
+            adapter = adapter_files(model, config.lora, adapter_of)
         merge_lora(model)
     elif config.freeze_kernels:
         model.requires_grad_(True)

@@ -6,7 +6,6 @@ every layer and the logits; the labels join later.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ from linearize.core.registry import Values
 from linearize.modeling.model import kernel_parameters
 from linearize.training import sharding
 from linearize.training.alignment.objective import hidden_state_loss
-from linearize.training.precision import to_fp32
 from linearize.training.processes import own_device, under_fsdp
 from linearize.training.run import check_moments, tokens_in
 from linearize.training.stage_two.config import TuneConfig
@@ -103,11 +101,11 @@ class Tuner(Trainer):
         self.shards: sharding.Shards | None = None
         if self.is_fsdp_enabled:
             assert isinstance(model, PreTrainedModel)
-            copied = copy.deepcopy(model)
-            to_fp32(copied, whole=config.precision == "no")
-            self.shards = sharding.Shards(copied, self.accelerator)
-            self._use(copied)
-            self.teacher = None if teacher is None else sharding.sharded_copy(teacher, self.accelerator)
+            dtype = next(model.parameters()).dtype
+            self.shards = sharding.Shards(model, self.accelerator, in_fp32=config.precision == "no")
+            self._use(self.shards.model)
+            if teacher is not None:
+                self.teacher = sharding.frozen_copy(teacher, self.accelerator, dtype)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start FSDP if it was asked for, also on CPUs, where accelerate does not."""
@@ -122,11 +120,11 @@ class Tuner(Trainer):
         self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def end_sharding(self, model: PreTrainedModel) -> None:
-        """Measure a sharded copy of a whole model from now on; what was trained is freed."""
+        """Measure a sharded copy of the given model from now on; what was trained is freed."""
         self.shards = self.optimizer = self.lr_scheduler = None
         self.callback_handler.model = self.callback_handler.optimizer = None
         self.accelerator.free_memory()
-        self._use(sharding.sharded_copy(model, self.accelerator))
+        self._use(sharding.frozen_copy(model, self.accelerator, sent=sharding.in_main(model)))
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the task's metrics and its score, and keep the metrics with the predictions and the labels."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from linearize.jobs.events import Callback, StepDone, ignore
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
+from linearize.modeling import offload
 from linearize.training import sharding
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 """The environment in which accelerate's launcher starts FSDP 2."""
+STAYS = re.compile(r"(?!.*(linear_attention\.|lora_)).*\.\d+\.")
+"""Names of weights that stay in their files: those of blocks, without kernels and low-rank updates."""
 
 
 def main(model: str, dataset: str, output: str, options: Mapping[str, object], on_event: Callback = ignore) -> None:
@@ -42,11 +46,27 @@ def interrupt(step: int) -> Callback:
     return on_event
 
 
+def whole(jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Tune one model after the other as `sharded` does, but each process first reads all weights."""
+    offload.load_in_files = lambda empty, load, device: load()
+    for job in jobs:
+        main(**job)
+
+
 def sharded(jobs: Sequence[Mapping[str, Any]], step: int = 0, parts: Mapping[str, Any] | None = None) -> None:
     """Tune one model after the other; each process has about a half of every model that it computes with.
 
-    With `parts` also in two parts: until after a step, then resumed.
+    Blocks, embedding and head stay in their files. With `parts` also in two parts: until after a step, then resumed.
     """
+    fill = sharding.fill
+
+    def filled(copied: Any, model: Any, *given: Any, **more: Any) -> None:
+        stays = [x.is_meta for name, x in model.named_parameters() if x.ndim > 1 and STAYS.match(name)]
+        # What was trained comes into the first process for the result.
+        assert more.get("sent") or (stays and all(stays))
+        fill(copied, model, *given, **more)
+
+    sharding.fill = filled
     shard = sharding.sharded
 
     def check(*given: Any) -> Any:
