@@ -104,8 +104,8 @@ def load_for_task(
     with explained(name, f"as {task.head.auto_class}"):
         # The weights of a head whose outputs change places are changed in memory.
         if in_files and order is None and in_safetensors(name, raw):
-            named = {key: value for key, value in options.items() if key != "ignore_mismatched_sizes"}
-            config = transformers.AutoConfig.from_pretrained(name, **named)
+            known = {key: value for key, value in options.items() if key != "ignore_mismatched_sizes"}
+            config = transformers.AutoConfig.from_pretrained(name, **known)
             model = offload.load_in_files(offload.without_weights(auto.from_config, config), load, "cpu")
             check_numbers(model, repr(name))
         else:
