@@ -16,6 +16,7 @@ import os
 from collections.abc import Container, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -93,7 +94,7 @@ def check_tied(model: PreTrainedModel) -> None:
 
 
 def start_fsdp(accelerator: Accelerator) -> None:
-    """Let accelerate shard models, also on CPUs, where its own configuration does not."""
+    """Let accelerate shard models, also on CPUs, where its own configuration does not, and use sharded ones."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin(fsdp_version=2)
     # `fill` reads the weights.
     plugin.cpu_ram_efficient_loading = False
@@ -102,6 +103,17 @@ def start_fsdp(accelerator: Accelerator) -> None:
     if plugin.auto_wrap_policy is None:
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    prepare = accelerator.prepare
+
+    def prepared(*given: Any, **options: Any) -> Any:
+        if not any(isinstance(one, FSDPModule) for one in given):
+            return prepare(*given, **options)
+        # An optimizer of a sharded model has its weights. accelerate would look them up by their addresses in memory,
+        # which empty parts, such as those of one key head on two devices, do not have.
+        made = tuple(accelerator.prepare_optimizer(one) if isinstance(one, Optimizer) else one for one in given)
+        return made if len(made) > 1 else made[0]
+
+    vars(accelerator)["prepare"] = prepared
 
 
 def block_classes(model: PreTrainedModel) -> list[str]:

@@ -31,6 +31,8 @@ LORA = {"lora": "r=4,alpha=8", "keep_adapter": True}
 CASES = {
     "in full": ("llama", {"steps": 3, "gradient_accumulation": 2, "gradient_checkpointing": True}),
     "tied": ("gpt2", {}),
+    # The second process has no part of the weights of a single key head.
+    "one key head": ("narrow", {}),
     # One epoch; in the next one, two processes read the rows in another order than one does.
     "labels": (
         "bert",
@@ -57,6 +59,7 @@ def root(tmp_path_factory, request):
     rows = [{"text": " ".join([*words[i % 9 :], words[i % 2]]), "label": i % 2} for i in range(40)]
     write(root / "rows.jsonl", rows)
     make_text(root / "llama", "llama", head="AutoModelForCausalLM")
+    make_text(root / "narrow", "llama", head="AutoModelForCausalLM", config={"num_key_value_heads": 1})
     half = converted("llama", "AutoModelForCausalLM").to(torch.bfloat16)
     linearize.save(half, root / "half", processor=tokenizer())
     make_original(root / "soft", "llama", "AutoModelForCausalLM")
