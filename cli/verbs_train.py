@@ -91,16 +91,15 @@ class Distill(Verb):
       accelerate launch --config_file fsdp.yaml --no_python linearize distill ./big-model-hedgehog --precision bf16
       ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 --no-python linearize distill ./bert-luna        # on CPUs
     Every process has all kernels and its share of the rows; gradients are summed. Under FSDP the frozen model is
-    sharded over the devices and gathered layer by layer; each process first loads it into host memory. fsdp.yaml:
+    sharded over the devices and gathered layer by layer; each process reads only its parts of it. fsdp.yaml:
       compute_environment: LOCAL_MACHINE
       distributed_type: FSDP
       fsdp_config: {fsdp_version: 2}
       num_machines: 1
       num_processes: 8
     FSDP 1 is refused: it cannot exclude the kernels. accelerate starts FSDP only on GPUs; the sharding itself is tested
-    on two CPU processes. `finetune` runs under FSDP 2 too, `align` does not. DeepSpeed is not tested: its processes
-    share the rows, but do not shard weights. If one device is too small, try --query-sample, --precision bf16, or a
-    smaller --batch-size.
+    on two CPU processes. `finetune` runs under FSDP 2 too, `align` does not. DeepSpeed is refused. If one device is too
+    small, try --query-sample, --precision bf16, or a smaller --batch-size.
     """
 
     summary = "continue the distillation of a converted checkpoint"

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import ConfigError
-from linearize.core.parsing import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,23 +59,16 @@ def check_launcher(stage: str) -> None:
     """Refuse ways to share weights that a stage does not have, by what `accelerate launch` sets.
 
     Raises:
-        ConfigError: for the first version of FSDP, and for stage 3 of DeepSpeed's ZeRO, which splits kernels too.
+        ConfigError: for the first version of FSDP, and for DeepSpeed: stages 1 and 2 of ZeRO make all weights views of
+            one tensor, and stage 3 leaves no process a whole kernel.
     """
     if under_fsdp():
         check_fsdp(stage, int(os.environ.get("FSDP_VERSION", "1")))
-    if several() and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true") and _zero_stage() == 3:
+    if several() and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
         raise ConfigError(
-            f"{stage}: got ZeRO stage 3 of DeepSpeed, which leaves no process a whole kernel, expected FSDP 2; launch "
-            "with --use_fsdp --fsdp_version 2"
+            f"{stage}: got DeepSpeed, which holds weights in forms that cannot be saved here, expected DDP or FSDP 2; "
+            "launch with --multi_gpu, or with --use_fsdp --fsdp_version 2"
         )
-
-
-def _zero_stage() -> int:
-    """Return the stage of DeepSpeed's ZeRO, as accelerate finds it: in DeepSpeed's own file, or in the environment."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if file != "none":
-        return int(read_json(file).get("zero_optimization", {}).get("stage", 0))
-    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
 
 
 def check_alone(what: str) -> None:

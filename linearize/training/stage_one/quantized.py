@@ -1,8 +1,9 @@
 """`--quantize-frozen`: stage one on a copy of the frozen model whose linear maps bitsandbytes holds in 4 or 8 bits.
 
 Only the copy is quantised, one weight after the other as it is read from the model or its files. Kernels stay fp32, and
-what is saved are the model's own weights. In 4 bits, weights are NF4 in groups of 64 (QLoRA, arXiv 2305.14314); in 8
-bits, rows are scaled on their own and outliers of the input stay in half precision (LLM.int8(), arXiv 2208.07339).
+what is saved are the model's own weights. In 4 bits, weights are NF4 in groups of 64, whose scales have 8 bits
+(QLoRA, arXiv 2305.14314); in 8 bits, rows are scaled on their own and outliers of the input stay in half precision
+(LLM.int8(), arXiv 2208.07339).
 """
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ def _quantized(
     with torch.device("meta"):
         if how == "4bit":
             made = library.nn.Linear4bit(columns, rows, bias is not None, weight.dtype, quant_type="nf4")
+            # Where processors compute with bf16 numbers, it would round scales to bf16, and fail for rows that are not
+            # multiples of 64.
+            vars(made)["support_avx512bf16_for_cpu"] = False
         else:
             made = library.nn.Linear8bitLt(columns, rows, bias is not None, has_fp16_weights=False, threshold=OUTLIERS)
     if how == "4bit":

@@ -247,8 +247,8 @@ def check_options(config: TuneConfig, adapter_of: str | None) -> None:
     """Check what needs no model: a kept adapter needs low-rank updates, and the launcher's settings must be supported.
 
     Raises:
-        ConfigError: if low-rank updates should be kept and the options have none, or for settings of FSDP or DeepSpeed
-            that stage two does not support.
+        ConfigError: if low-rank updates should be kept and the options have none, or for settings of FSDP that stage
+            two does not support, or DeepSpeed.
     """
     if adapter_of is not None and config.lora is None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
