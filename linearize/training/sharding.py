@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from linearize.checkpoint.save import LEAST_SHARD
 from linearize.core.errors import ConfigError
 from linearize.modeling.offload import in_memory_from_now, put, tie, without_hooks
 from linearize.modeling.weights import device_of, stored
@@ -288,33 +289,51 @@ class Shards:
                 put(model, name, full.to("cpu", own[name].dtype))
         tie(model)
 
-    def save(self, file: Path) -> None:
-        """Write the weights into one file; the main process gathers them in host memory, one after the other."""
-        tensors: dict[str, Tensor] = {}
+    def save(self, folder: Path) -> None:
+        """Write the weights, file by file: the main process gathers one after the other until a file is full."""
+        files: list[dict[str, Tensor]] = [{}]
         for name, tensor in self._tensors().items():
-            full = whole(tensor)
+            if files[-1] and sum(x.nbytes for x in (*files[-1].values(), tensor)) > LEAST_SHARD:
+                files.append({})
+            files[-1][name] = tensor
+        for number, tensors in enumerate(files, 1):
+            gathered = {}
+            for name, tensor in tensors.items():
+                full = whole(tensor)
+                if self.accelerator.is_main_process:
+                    gathered[name] = full.detach().to("cpu", copy=True).contiguous()
             if self.accelerator.is_main_process:
-                tensors[name] = full.detach().to("cpu", copy=True).contiguous()
-        if self.accelerator.is_main_process:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, file, {"format": "pt"})
+                folder.mkdir(parents=True, exist_ok=True)
+                part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
+                save_file(gathered, folder / f"model{part}.safetensors", {"format": "pt"})
 
     @torch.no_grad()
-    def load(self, file: Path) -> None:
-        """Read the weights that `save` wrote; the main process reads the file, and every process gets its part.
+    def load(self, folder: Path) -> None:
+        """Read the weights that `save` wrote; the main process reads the files, and every process gets its part.
 
         Raises:
-            RuntimeError: if the file's weights are not the model's.
-            OSError, SafetensorError: if it cannot be read.
+            RuntimeError: if the files' weights are not the model's.
+            OSError, SafetensorError: if they cannot be read.
         """
         own = self._tensors()
-        source = safe_open(file, "pt") if self.accelerator.is_main_process else None
-        if source is not None:
-            sizes = {name: tuple(source.get_slice(name).get_shape()) for name in source.keys()}  # noqa: SIM118
+        places: dict[str, Path] = {}
+        if self.accelerator.is_main_process:
+            if not (files := sorted(folder.glob("model*.safetensors"))):
+                raise FileNotFoundError(folder)
+            sizes: dict[str, tuple[int, ...]] = {}
+            for file in files:
+                source = safe_open(file, "pt")
+                sizes |= {name: tuple(source.get_slice(name).get_shape()) for name in source.keys()}  # noqa: SIM118
+                places |= dict.fromkeys(source.keys(), file)
             if sizes != {name: tuple(tensor.shape) for name, tensor in own.items()}:
                 raise RuntimeError("other names or sizes of weights")
         for name, tensor in own.items():
-            full = torch.empty(tensor.shape, dtype=tensor.dtype) if source is None else source.get_tensor(name)
+            # A file that stays open keeps what was read from it in memory.
+            full = (
+                safe_open(places[name], "pt").get_tensor(name)
+                if places
+                else torch.empty(tensor.shape, dtype=tensor.dtype)
+            )
             full = full.to(self.accelerator.device)
             if isinstance(tensor, DTensor):
                 tensor.copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements))

@@ -6,6 +6,7 @@ every layer and the logits; the labels join later.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,11 +102,10 @@ class Tuner(Trainer):
         self.shards: sharding.Shards | None = None
         if self.is_fsdp_enabled:
             assert isinstance(model, PreTrainedModel)
-            dtype = next(model.parameters()).dtype
             self.shards = sharding.Shards(model, self.accelerator, in_fp32=config.precision == "no")
             self._use(self.shards.model)
             if teacher is not None:
-                self.teacher = sharding.frozen_copy(teacher, self.accelerator, dtype)
+                self.teacher = sharding.frozen_copy(teacher, self.accelerator, next(model.parameters()).dtype)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start FSDP if it was asked for, also on CPUs, where accelerate does not."""
@@ -123,7 +123,9 @@ class Tuner(Trainer):
         """Measure a sharded copy of the given model from now on; what was trained is freed."""
         self.shards = self.optimizer = self.lr_scheduler = None
         self.callback_handler.model = self.callback_handler.optimizer = None
+        self.model = self.model_wrapped = model
         self.accelerator.free_memory()
+        gc.collect()
         self._use(sharding.frozen_copy(model, self.accelerator, sent=sharding.in_main(model)))
 
     def compute_task_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -388,12 +390,12 @@ class Tuner(Trainer):
         Raises:
             CheckpointError: if they are gone, or do not fit the model.
         """
-        file = Path(resume_from_checkpoint) / WEIGHTS
+        folder = Path(resume_from_checkpoint)
         try:
             if self.shards:
-                self.shards.load(file)
+                self.shards.load(folder)
             else:
-                load_model(self.model, file)
+                load_model(self.model, folder / WEIGHTS)
         except FileNotFoundError:
             raise CheckpointError(
                 f"stage two: the weights of the state {resume_from_checkpoint!r} are missing, expected them to be kept "
@@ -421,12 +423,12 @@ class Tuner(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights under the names of the model's modules; transformers saves some models under older ones."""
-        file = Path(output_dir or self.args.output_dir or "") / WEIGHTS
+        folder = Path(output_dir or self.args.output_dir or "")
         if self.shards:
-            self.shards.save(file)
+            self.shards.save(folder)
         elif self.args.should_save:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_model(self.model, str(file), {"format": "pt"})
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(self.model, str(folder / WEIGHTS), {"format": "pt"})
 
 
 def losses_of(prediction: EvalPrediction) -> dict[str, float]:

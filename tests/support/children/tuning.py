@@ -78,6 +78,8 @@ def sharded(jobs: Sequence[Mapping[str, Any]], step: int = 0, parts: Mapping[str
         return model
 
     sharding.sharded = check
+    # Several files for each checkpoint.
+    sharding.LEAST_SHARD = 20_000
     for job in jobs:
         main(**job)
     if parts is not None:
