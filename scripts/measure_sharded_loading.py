@@ -36,7 +36,6 @@ from linearize.training.processes import wait_for_all
 CONVERT, LORA, FULL = "convert", "finetune --lora", "finetune"
 PARTS, WHOLE = "parts", "whole"
 FSDP = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "OMP_NUM_THREADS": "1"}
-ROWS = {"text_column": "text", "batch_size": 2, "device": "cpu", "overwrite": True}
 
 
 def prepare(work: Path, name: str) -> None:
@@ -77,15 +76,21 @@ def measure(work: Path, name: str, verb: str, way: str) -> int:
     return highest() - before
 
 
-def main() -> None:
-    """Measure all ways and print the figures."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True, type=Path)
     parser.add_argument("--size", default="0.3B", choices=list(SIZES))
     parser.add_argument("--processes", default=2, type=int)
     parser.add_argument("--verbs", default=f"{CONVERT},{LORA},{FULL}")
+    parser.add_argument("--ways", default=f"{WHOLE},{PARTS}")
     parser.add_argument("--row", nargs=2, metavar=("VERB", "WAY"))
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure all ways and print the figures."""
+    args = parse(words)
     if args.row:
         torch.set_num_threads(1)
         peak = measure(args.work, args.size, *args.row)
@@ -96,7 +101,7 @@ def main() -> None:
         prepare(args.work, name)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
     for verb in args.verbs.split(","):
-        for way in (WHOLE, PARTS):
+        for way in args.ways.split(","):
             for left in args.work.glob("*.training"):
                 shutil.rmtree(left)
             command = [*launcher, __file__, "--work", str(args.work), "--size", args.size, "--row", verb, way]

@@ -367,6 +367,7 @@ def quick(words):
 PARSED = (
     "attention_shape",
     "closeness_by_length",
+    "measure_sharded_loading",
     "measure_stage_one_memory",
     "pairs_apart",
     "proof_smollm2",
