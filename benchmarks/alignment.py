@@ -20,9 +20,10 @@ from linearize.evaluation.bench.meter import Call
 from linearize.evaluation.bench.models import OfModel
 from linearize.evaluation.bench.rows import Row, ratio
 from linearize.training.alignment.config import BLOCKWISE, END_TO_END, AlignConfig
-from linearize.training.alignment.loop import AlignTrainer, trained_parameters
+from linearize.training.alignment.loop import trained_parameters
 from linearize.training.alignment.objective import Objective
 from linearize.training.alignment.pair import make_teacher
+from linearize.training.alignment.trainer import AlignTrainer
 from linearize.training.sharding import make_accelerator
 
 
@@ -46,7 +47,15 @@ class AlignmentSuite(OfModel):
             return self._passes(tokens)
         trainer = self._trainer(variant, tokens)
         batches = itertools.repeat(self.model.inputs(tokens))
-        return lambda: trainer.step(batches, 1)
+
+        def step() -> None:
+            [given], _ = trainer.get_batch_samples(batches, 1, trainer.args.device)
+            trainer.training_step(self.model.linear, given)
+            trainer._clip_grad_norm(self.model.linear)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+
+        return step
 
     def _passes(self, tokens: int) -> Call:
         student = self.model.linear

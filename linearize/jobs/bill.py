@@ -10,9 +10,9 @@ No weight is read: the model is built without memory, and its trial run sees zer
 
 Weights have the checkpoint's dtype. K are the kernels, in fp32: 4 bytes for the weight, and 16 for its gradient, two
 moments and the best copy. The alignment also keeps a copy from its start: 20 bytes for each weight that it trains, or
-24 in half precision, whose updates are added up in fp32. The pass of one block counts what is alive at once: hidden
-states, the wider of MLP and attention, and the features of all heads with their gradients. The alignment and stage two
-do not count activations, which depend on gradient checkpointing.
+22 in half precision, which is held in fp32 and rounded for a pass. The pass of one block counts what is alive at once:
+hidden states, the wider of MLP and attention, and the features of all heads with their gradients. The alignment and
+stage two do not count activations, which depend on gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from linearize.training.stage_one.loop import within
 from linearize.training.stage_one.loss import CPU_NUMBERS, GPU_NUMBERS
 
 FP32 = 4
-STAGE_ONE, TUNED, ALIGNED, ALIGNED_HALF = 16, 12, 20, 24
+STAGE_ONE, TUNED, ALIGNED, ALIGNED_HALF = 16, 12, 20, 22
 """Bytes that a stage needs for each weight that it trains, besides the weight; the last one for half precision."""
 QUANTIZED = {"4bit": 0.5 + FP32 / 64, "8bit": 1}
 """Bytes per number of quantised weights; in 4 bits, 64 numbers share a scale."""

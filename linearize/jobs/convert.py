@@ -113,10 +113,7 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
             stages.keep_choices(context)
         with stages.finished_kept(context):
             stages.run_stage_one(context, job.distill)
-            if context.source is not None and job.align.steps and under_fsdp():
-                text = "The alignment is skipped, because it does not run under FSDP"
-                on_event(Noted(f"{text}; run it later on one device: linearize align"))
-            elif context.source is not None and job.align.steps:
+            if context.source is not None and job.align.steps:
                 try:
                     stages.run_alignment(context, job.align)
                 except TrainingError as error:

@@ -22,7 +22,7 @@ from linearize.core.parsing import user_path
 from linearize.core.registry import Values, kernel_info
 from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
-from linearize.jobs.config import AlignJob, StageOneJob, TrainingJob
+from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, Started, StepDone
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
@@ -37,6 +37,7 @@ from linearize.training.processes import (
     wait_for_all,
 )
 from linearize.training.run import fade_beyond, longest_row
+from linearize.training.sharding import check_settings
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.quantized import check_quantized
@@ -142,16 +143,17 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     """Check that a job can start: no states of an interrupted run are in its way, and its trackers are installed.
 
     Raises:
-        ConfigError: as in `check_states`, `check_launcher` and `check_quantized`, or for a tracker that is unknown or
-            not installed.
+        ConfigError: as in `check_states`, `check_launcher`, `check_settings` and `check_quantized`, or for a tracker
+            that is unknown or not installed.
         CheckpointError: as in `check_states`.
     """
     check_states(job)
     check_report_to(job.report_to)
-    if isinstance(job, StageOneJob):
-        check_launcher("stage one")
-        if job.distill.quantize_frozen is not None:
-            check_quantized(job.model)
+    check_launcher("stage one" if isinstance(job, StageOneJob) else "alignment")
+    if isinstance(job, ConvertJob | AlignJob) and job.align.steps and under_fsdp():
+        check_settings("alignment", job.align.precision)
+    if isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None:
+        check_quantized(job.model)
 
 
 def check_states(job: TrainingJob) -> None:
@@ -238,8 +240,9 @@ def first_device(job: TrainingJob) -> str:
 
 
 def copies(job: TrainingJob) -> bool:
-    """Tell whether stage one runs a copy of the model, which reads its weights from their files."""
-    return under_fsdp() or (isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None)
+    """Tell whether only copies of the model run, which read its weights from their files; an alignment changes them."""
+    quantized = isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None
+    return quantized or (under_fsdp() and not (isinstance(job, ConvertJob | AlignJob) and job.align.steps))
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from linearize.modeling.weights import device_of
 
@@ -56,3 +57,25 @@ def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
         for tensor, dtype in held:
             tensor.grad = None
             tensor.data = tensor.data.to(dtype)
+
+
+@contextlib.contextmanager
+def unchanged(*models: PreTrainedModel | None) -> Iterator[None]:
+    """Undo at the end what transformers' trainer changes in models: `use_cache` of the config, and `forward`."""
+    before = [(model, dict(vars(model.config))) for model in models if model is not None]
+    try:
+        yield
+    finally:
+        for model, values in before:
+            vars(model.config).clear()
+            vars(model.config).update(values)
+            end_autocast(model)
+
+
+def end_autocast(model: nn.Module) -> None:
+    """Remove the autocast that accelerate leaves around a model's `forward`."""
+    original = vars(model).pop("_original_forward", None)
+    if original is not None:
+        model.forward = original
+        if getattr(original, "__func__", None) is type(model).forward:
+            del model.forward

@@ -30,6 +30,7 @@ from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
 from linearize.training.config import RunConfig
 from linearize.training.processes import Interrupts
+from linearize.training.sharding import gathered, spread
 from linearize.training.states import RunState, StateFolder
 
 
@@ -43,7 +44,7 @@ class Batches(Protocol):
         """Return the held-out batches."""
 
 
-class Trainer(ABC):
+class PartTrainer(ABC):
     """Trains one part.
 
     Attributes:
@@ -51,7 +52,10 @@ class Trainer(ABC):
         optimizer: AdamW of the trained tensors; each of its groups has a `peak` rate and a `warmup` (share of the
             steps).
         interrupts: held from when a step starts to change these tensors until it ends.
+        sharded: whether each process has a part of these tensors (FSDP).
     """
+
+    sharded = False
 
     def __init__(self, accelerator: Accelerator, groups: list[Values], **options: Any) -> None:
         self.accelerator, self.interrupts = accelerator, Interrupts()
@@ -96,7 +100,7 @@ class Trainer(ABC):
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
         """Copy a snapshot back into the trained tensors."""
         for name, tensor in self.trained().items():
-            tensor.copy_(snapshot[name])
+            tensor.copy_(of_size(snapshot[name], tensor))
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's moments by name."""
@@ -105,36 +109,27 @@ class Trainer(ABC):
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that `optimizer_tensors` returned; those with other names are ignored."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, dot, key = name.partition(".")
             if dot:
-                state.setdefault(int(index), {})[key] = tensor
+                moment = of_size(tensor, parameters[int(index)]) if tensor.ndim else tensor
+                state.setdefault(int(index), {})[key] = moment
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        check_moments(self.optimizer)
 
 
 def of_size(stored: Tensor, now: Tensor) -> Tensor:
     """Return a stored tensor, which must have the size of the one that it is put into: a copy would broadcast it.
+
+    If that one is sharded, so is the result.
 
     Raises:
         ValueError: if it has another size.
     """
     if stored.shape != now.shape:
         raise ValueError(f"got a tensor of size {list(stored.shape)}, expected {list(now.shape)}")
-    return stored
-
-
-def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the moments of a loaded optimizer have the sizes of its weights, which torch does not.
-
-    Raises:
-        ValueError: if one has another size.
-    """
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        for moment in optimizer.state.get(parameter, {}).values():
-            if torch.is_tensor(moment) and moment.ndim:
-                of_size(moment, parameter)
+    return spread(stored, now)
 
 
 def check_inputs(stage: str, model: nn.Module, data: object) -> None:
@@ -281,9 +276,9 @@ class Run(ABC):
         named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
         return named | {"processes": self.accelerator.num_processes}
 
-    @abstractmethod
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Do one step: train, advance `progress`, and finish with `finish_step`."""
+        """Do one step: train, advance `progress`, and finish with `finish_step`; for `do_steps`."""
+        raise NotImplementedError
 
     def train_batches(self, start: int = 0) -> Iterator[dict[str, Tensor]]:
         """Return this process's endless training batches, beginning with number `start`."""
@@ -344,7 +339,13 @@ class Run(ABC):
             return int(saved.record[self.part_name])
 
     def begin(
-        self, number: int, before: int, steps: int, trainer: Trainer, saved: RunState | None, start: float = math.inf
+        self,
+        number: int,
+        before: int,
+        steps: int,
+        trainer: PartTrainer,
+        saved: RunState | None,
+        start: float = math.inf,
     ) -> None:
         """Begin a part, or resume it from a state.
 
@@ -387,23 +388,32 @@ class Run(ABC):
         config, progress, trainer = self.config, self.progress, self.trainer
         batches = self._count(self.train_batches((self.before + progress.step) * config.gradient_accumulation))
         with trainer.interrupts:
-            while progress.step < self.steps and not progress.stopped:
-                try:
-                    self.step(batches, held_out)
-                    if config.save_every and progress.step % config.save_every == 0:
-                        self.save()
-                except TrainingError:
-                    trainer.restore(self.best_weights)
-                    raise
-                except KeyboardInterrupt:
-                    # Keep what was learned, unless the step is half done.
-                    if (self.number or progress.step) and not trainer.interrupts.held:
-                        self.save()
-                    raise
+            try:
+                self.do_steps(batches, held_out)
+            except TrainingError:
+                trainer.restore(self.best_weights)
+                raise
+            except KeyboardInterrupt:
+                # Keep what was learned, unless the step is half done. To gather shards, all processes would have to
+                # agree on the step.
+                if (self.number or progress.step) and not trainer.interrupts.held and not trainer.sharded:
+                    self.save()
+                raise
         trainer.restore(self.best_weights)
         progress.stopped = progress.stopped or "steps"
         if self.identity:
             self.state = self.last_state()
+
+    def do_steps(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        """Do the steps that are left, or until `progress` says why the part is stopped, and save states."""
+        while self.progress.step < self.steps and not self.progress.stopped:
+            self.step(batches, held_out)
+            self.save_if_due()
+
+    def save_if_due(self) -> None:
+        """Write a state if the options ask for one after this step."""
+        if self.config.save_every and self.progress.step % self.config.save_every == 0:
+            self.save()
 
     def finish_step(self, report: Report) -> None:
         """Finish a step: record its report and pass it to `on_step`."""
@@ -415,8 +425,10 @@ class Run(ABC):
 
     def save(self) -> None:
         """Write a state, in the main process of a run with states."""
-        if self.states is not None and self.accelerator.is_main_process:
-            state = self.current_state()
+        if self.states is None or not (self.trainer.sharded or self.accelerator.is_main_process):
+            return
+        state = self.current_state()
+        if self.accelerator.is_main_process:
             self.states.save(state.step, state)
 
     def current_state(self) -> RunState:
@@ -424,7 +436,7 @@ class Run(ABC):
         tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights().items()}
         tensors |= {f"best/{name}": tensor for name, tensor in self.best_weights.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.trainer.optimizer_tensors().items()}
-        return RunState(self.record(), tensors)
+        return RunState(self.record(), gathered(tensors, self.accelerator))
 
     def record(self) -> dict[str, object]:
         """Return the plain data of a state."""

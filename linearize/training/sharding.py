@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,29 +52,26 @@ from linearize.training.processes import is_main, several, under_fsdp
 
 MOMENTS, RATES = "optimizer.pt", "scheduler.pt"
 """Files of the states of the optimizer and of its schedule, with transformers' names."""
-REFUSED = {
-    "FSDP_ACTIVATION_CHECKPOINTING": "give --gradient-checkpointing instead",
-    "FSDP_OFFLOAD_PARAMS": "save memory with --lora or --gradient-checkpointing",
-    "FSDP_IGNORED_MODULES": "all weights are sharded",
-}
-"""Settings of `accelerate config` that stage two refuses, and what to do instead."""
+REFUSED = ("FSDP_ACTIVATION_CHECKPOINTING", "FSDP_OFFLOAD_PARAMS", "FSDP_IGNORED_MODULES")
+"""Settings of `accelerate config` that the alignment and stage two refuse."""
 
 
-def check_settings(precision: str) -> None:
-    """Refuse the settings of FSDP that stage two does not support.
+def check_settings(stage: str, precision: str) -> None:
+    """Refuse the settings of FSDP that a stage does not support.
 
     Args:
+        stage: its name, for messages.
         precision: the precision that the options ask for.
 
     Raises:
         ConfigError: for fp16, whose loss would have to be scaled, or a setting in `REFUSED`.
     """
-    for name, advice in REFUSED.items():
+    for name in REFUSED:
         if (value := os.environ.get(name, "")).lower() not in ("", "0", "false", "none"):
             setting = name.removeprefix("FSDP_").lower()
-            raise ConfigError(f"stage two: got {setting}={value} under FSDP, expected it to be left out; {advice}")
+            raise ConfigError(f"{stage}: got {setting}={value} under FSDP, expected it to be left out; leave it out")
     if "fp16" in (precision, os.environ.get("ACCELERATE_MIXED_PRECISION")):
-        raise ConfigError("stage two: got fp16 under FSDP, expected bf16 or no; give --precision bf16")
+        raise ConfigError(f"{stage}: got fp16 under FSDP, expected bf16 or no; give --precision bf16")
 
 
 def check_tied(model: PreTrainedModel) -> None:
@@ -94,15 +91,22 @@ def check_tied(model: PreTrainedModel) -> None:
             raise ConfigError(unshardable(type(model).__name__, f"{' and '.join(names)} are one weight"))
 
 
-def start_fsdp(accelerator: Accelerator) -> None:
-    """Let accelerate shard models, also on CPUs, where its own configuration does not, and use sharded ones."""
+def start_fsdp(accelerator: Accelerator, blocks: Iterable[str] | None = None) -> None:
+    """Let accelerate shard models, also on CPUs, where its own configuration does not, and use sharded ones.
+
+    Args:
+        accelerator: an Accelerate object.
+        blocks: names of the classes that are gathered on their own; None if the user's settings decide.
+    """
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin(fsdp_version=2)
     # `fill` reads the weights.
     plugin.cpu_ram_efficient_loading = False
     # accelerate would run kernels and norms in half precision, and add up gradients in it.
     plugin.mixed_precision_policy = None
-    if plugin.auto_wrap_policy is None:
+    if plugin.auto_wrap_policy is None or blocks is not None:
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    if blocks is not None:
+        plugin.transformer_cls_names_to_wrap = sorted(blocks)
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     prepare = accelerator.prepare
 
@@ -143,10 +147,7 @@ def sharded(model: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel
 
 def unshardable(kind: str, reason: str) -> str:
     """Return the message about a class of models that FSDP 2 cannot shard."""
-    return (
-        f"stage two: FSDP 2 cannot shard {kind} ({reason}); launch without FSDP, and save memory with --lora or "
-        "--gradient-checkpointing"
-    )
+    return f"FSDP 2 cannot shard {kind} ({reason}); launch without FSDP, and save memory with low-rank updates (LoRA)"
 
 
 def empty_copy(model: PreTrainedModel, keep: Iterable[nn.Module] = ()) -> PreTrainedModel:
@@ -248,6 +249,29 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
+    """Return tensors with the sharded ones whole: these only in the main process, in host memory.
+
+    All processes call it together, and gather one after the other.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor)
+        if full is tensor:
+            result[name] = tensor
+        elif accelerator.is_main_process:
+            result[name] = full.detach().to("cpu", copy=True).contiguous()
+    return result
+
+
+def spread(full: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor in the parts of a sharded one of the same size; unchanged if that one is not sharded."""
+    if not isinstance(like, DTensor) or isinstance(full, DTensor):
+        return full
+    own = part_of(full, like).to(like.device, copy=True)
+    return DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
 class Shards:
     """A sharded copy of a model, which is trained, and its weights as they are without FSDP.
 
@@ -297,15 +321,14 @@ class Shards:
                 files.append({})
             files[-1][name] = tensor
         for number, tensors in enumerate(files, 1):
-            gathered = {}
-            for name, tensor in tensors.items():
-                full = whole(tensor)
-                if self.accelerator.is_main_process:
-                    gathered[name] = full.detach().to("cpu", copy=True).contiguous()
+            found = gathered(tensors, self.accelerator)
             if self.accelerator.is_main_process:
                 folder.mkdir(parents=True, exist_ok=True)
                 part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
-                save_file(gathered, folder / f"model{part}.safetensors", {"format": "pt"})
+                contiguous = {name: tensor.contiguous() for name, tensor in found.items()}
+                save_file(contiguous, folder / f"model{part}.safetensors", {"format": "pt"})
+                del contiguous
+            del found  # Before those of the next file.
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

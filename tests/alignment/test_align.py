@@ -22,9 +22,10 @@ from linearize.core.errors import ConfigError, DataError, TrainingError
 from linearize.fidelity.teacher import frozen_output
 from linearize.training.alignment import loop
 from linearize.training.alignment.config import LARGEST, WEIGHTS, AlignConfig
-from linearize.training.alignment.loop import AlignTrainer, align, trained_parameters
+from linearize.training.alignment.loop import align, trained_parameters
 from linearize.training.alignment.objective import ATTENTION, Objective, measure, pooled, size_of, summed, variance
 from linearize.training.alignment.pair import OUTPUT, channels_last, find_blocks, hooked, make_teacher, run
+from linearize.training.alignment.trainer import AlignTrainer
 from linearize.training.run import Progress
 from linearize.training.sharding import make_accelerator
 from linearize.training.states import StateFolder
@@ -224,8 +225,10 @@ def test_small_gradients_are_not_lost_in_fp16(phase, weight):
         objective = Objective(model, make_teacher(model, None, shared=False), config)
         objective.measure_scales([whole])
         trained = trained_parameters(model, objective.blocks, "blocks")
-        trainer = AlignTrainer(objective, trained, make_accelerator(model), phase, 2)
-        trainer.step(iter([whole]), 1)
+        trainer = AlignTrainer(objective, trained, make_accelerator(model), phase, 2, precision)
+        [given], _ = trainer.get_batch_samples(iter([whole]), 1, trainer.args.device)
+        trainer.training_step(model, given)
+        trainer._clip_grad_norm(model)
         found.append(torch.cat([parameter.grad.flatten() for parameter in trained.values()]))
     exact, rough = found
     # The error of a student is a small difference, so fp16's rounding moves its gradient by 4.6 to 5.3 % on the
@@ -718,13 +721,13 @@ def test_axes_of_an_image():
 def test_the_best_step_may_be_one_of_an_earlier_phase(monkeypatch, tmp_path):
     """Also if the run is resumed in the later phase, which keeps the weights that it began with."""
     losses = {"blockwise": [1.0, 0.5, 0.7], "end to end": [1.0, 2.0, 2.0]}
-    evaluate = AlignTrainer.evaluate
+    held_out_loss = AlignTrainer.held_out_loss
 
     def given(trainer, held_out):
-        evaluate(trainer, held_out)
+        held_out_loss(trainer, held_out)
         return losses[trainer.phase].pop(0)
 
-    monkeypatch.setattr(AlignTrainer, "evaluate", given)
+    monkeypatch.setattr(AlignTrainer, "held_out_loss", given)
     options = {"steps": 8, "blockwise": 0.5, "eval_every": 2, "save_every": 1, "folder": str(tmp_path), "keep": 9}
     model = sharp("bert")
     result = align(model, Fixed(batches(model)), AlignConfig(**options))

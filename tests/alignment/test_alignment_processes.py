@@ -1,9 +1,13 @@
-"""Several processes: two align as one does with the doubled batch; FSDP is refused."""
+"""Several processes align as one does, also if FSDP spreads the weights over them and if they are killed."""
+
+import json
 
 import pytest
-from accelerate.utils import DistributedType
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from support.children import alignment
+from support.children.tuning import FSDP
 from support.forks import together
 from support.rounding import assert_moved_alike
 from support.training import ALIGN as QUICK
@@ -15,23 +19,59 @@ from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import align
 from linearize.training.sharding import make_accelerator
 
+KINDS = {"ddp": {}, "fsdp": FSDP}
 
-def test_two_processes_equal_one_with_the_doubled_batch(tmp_path):
-    together(alignment.main, str(tmp_path / "two"))
-    one, two = alignment.run(), load_file(tmp_path / "two")
-    assert one.keys() == two.keys() and one["losses"].shape == (6,)
-    start = sharp("bert", "AutoModelForSequenceClassification").state_dict()
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes trained, started once for all cases of a kind."""
+    folder = tmp_path_factory.mktemp("two")
+    for kind, environment in KINDS.items():
+        (folder / kind).mkdir()
+        together(alignment.main, str(folder / kind), list(alignment.CASES), environment=environment)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", alignment.CASES)
+def test_two_processes_equal_one(case, kind, two):
+    """One with the doubled batch; in bf16, whose sums depend on their order, one that takes their batches in turn."""
+    found = load_file(two / kind / f"{case}.safetensors")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one = alignment.run(case, kind if case == "bf16" else "")
+    finally:
+        torch.set_num_threads(threads)
+    assert one.keys() == found.keys() and one["losses"].shape == (8,)
+    assert one["figures"][1] < one["figures"][0]
+    name, head, _ = alignment.CASES[case]
+    start = sharp(name, head).state_dict()
     for name in one:
-        assert_moved_alike(one[name], two[name], start.get(name, 0.0))
+        assert_moved_alike(one[name], found[name], start.get(name, 0.0))
 
 
-def test_fsdp_is_refused():
+@pytest.mark.parametrize("stop", [1, 5])
+def test_sharded_processes_that_are_killed_end_as_one_that_is_not(stop, two, tmp_path):
+    """In the first phase, before any state, and in the second; to the bit."""
+    options = {"save_every": 1, "folder": str(tmp_path / "states")}
+    with pytest.raises(AssertionError, match="said"):
+        together(alignment.main, str(tmp_path), ["bf16"], options, environment=FSDP | {"STOP_AFTER": str(stop)})
+    together(alignment.main, str(tmp_path), ["bf16"], options | {"resume": True}, environment=FSDP)
+    whole, resumed = (load_file(folder / "bf16.safetensors") for folder in (two / "fsdp", tmp_path))
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    record = json.loads((tmp_path / "states" / "step-8" / "state.json").read_text())
+    assert record["step"] == 8 and len(record["history"]) == 8
+
+
+def test_the_first_version_of_fsdp_is_refused():
     model = sharp("bert")
     accelerator = make_accelerator(model)
     before = accelerator.state.distributed_type
     try:
         accelerator.state.distributed_type = DistributedType.FSDP
-        with pytest.raises(ConfigError, match="launch without FSDP"):
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+        with pytest.raises(ConfigError, match="alignment: got FSDP version 1, expected 2"):
             align(model, Fixed(batches(model)), AlignConfig(**QUICK), accelerator=accelerator)
     finally:
         accelerator.state.distributed_type = before

@@ -11,7 +11,7 @@ from support.pictures import cheap_pictures
 from transformers import AutoModel
 
 from linearize.cli import main
-from linearize.training.alignment.loop import AlignTrainer
+from linearize.training.alignment.trainer import AlignTrainer
 
 DATA = ["--dataset", "texts.jsonl", "--text-column", "text", "--holdout", "4", "--batch-size", "4", "--device", "cpu"]
 
@@ -74,14 +74,14 @@ def test_align_writes_a_checkpoint_that_loads(here, tmp_path, capsys):
 def test_an_interrupted_alignment_goes_on(here, tmp_path, capsys, monkeypatch):
     line = ["align", "plain", *DATA, "--steps", "6", "--save-every", "2"]
     assert main([*line, "--output", str(tmp_path / "whole")]) == 0
-    real = AlignTrainer.step
+    real = AlignTrainer.training_step
 
-    def cut(self, batches, step):
-        if self.phase == "end to end" and step == 2:
+    def cut(self, *given):
+        if self.phase == "end to end" and self.state.global_step == 1:
             raise KeyboardInterrupt
-        return real(self, batches, step)
+        return real(self, *given)
 
-    monkeypatch.setattr(AlignTrainer, "step", cut)
+    monkeypatch.setattr(AlignTrainer, "training_step", cut)
     assert main([*line, "--output", str(tmp_path / "cut")]) == 130
     assert "cut.align" in capsys.readouterr().err
     monkeypatch.undo()

@@ -166,8 +166,8 @@ def test_a_save_that_fails_keeps_what_was_trained(verb, states, models, tmp_path
     kept = Path(words[words.index("--output") + 1])
     assert (kept == tmp_path / "out") is not states and words.count("--output") == 1
     with pytest.MonkeyPatch.context() as patch:
-        for step in ("stage_one.observer.KernelTrainer", "alignment.loop.AlignTrainer"):
-            patch.setattr(f"linearize.training.{step}.step", lambda *_: pytest.fail("trained again"))
+        for step in ("stage_one.observer.KernelTrainer.step", "alignment.trainer.AlignTrainer.training_step"):
+            patch.setattr(f"linearize.training.{step}", lambda *_: pytest.fail("trained again"))
         code, _, err = cli(words)
     assert code == 0, err
     assert same_weights(kept, tmp_path / "whole")

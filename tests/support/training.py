@@ -39,7 +39,7 @@ class Split:
         self.batches = batches
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        for batch in itertools.cycle(self.batches):
+        for batch in itertools.islice(itertools.cycle(self.batches), start, None):
             size = len(next(iter(batch.values()))) // world_size
             yield {name: value[rank * size : (rank + 1) * size] for name, value in batch.items()}
 

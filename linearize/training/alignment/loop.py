@@ -7,31 +7,43 @@ output and logits, on unlabelled data. The student never ends up worse than it b
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linearize.attention.interface import linear_attentions
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
-from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.errors import TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
-from linearize.training.alignment.config import BLOCKWISE, AlignConfig
-from linearize.training.alignment.objective import Closeness, Objective, Share, measure, summed
+from linearize.training.alignment.config import AlignConfig
+from linearize.training.alignment.objective import Closeness, Objective, measure
 from linearize.training.alignment.pair import find_blocks, make_teacher
-from linearize.training.precision import HALF
-from linearize.training.processes import autocast
-from linearize.training.run import Batches, Report, Run, Trainer, check_inputs, fade_beyond, frozen
-from linearize.training.sharding import make_accelerator
+from linearize.training.alignment.trainer import LOSS, AlignTrainer, Diverged, is_kernel
+from linearize.training.precision import HALF, in_fp32, passes_of, to_fp32, unchanged
+from linearize.training.processes import autocast, check_fsdp
+from linearize.training.run import Batches, Report, Run, check_inputs, fade_beyond, frozen
+from linearize.training.sharding import (
+    check_settings,
+    check_tied,
+    gathered,
+    make_accelerator,
+    sharded,
+    frozen_copy,
+    start_fsdp,
+    whole,
+)
 from linearize.training.states import RunState
 
 
@@ -44,140 +56,6 @@ def trained_parameters(student: nn.Module, blocks: Mapping[str, str], train: str
         for name, parameter in student.named_parameters()
         if is_kernel(name) or name.startswith(within) or (train == "lora" and "lora_" in name)
     }
-
-
-def is_kernel(name: str) -> bool:
-    """Tell whether a parameter belongs to a kernel."""
-    return ".linear_attention." in f".{name}"
-
-
-SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
-LOSS = "loss"
-"""The name of the loss among a step's terms."""
-
-
-class Diverged(Exception):
-    """A loss or gradient is NaN or infinite; the message says which and where."""
-
-
-class AlignTrainer(Trainer):
-    """Trains one phase.
-
-    Attributes:
-        objective: the error that is minimised.
-        parameters: the trained weights, by name.
-        factor: factor of all rates; halved when the held-out loss rises.
-        scales: factors of the loss, tried in order until the gradient is finite; in fp16 its small values would be 0.
-    """
-
-    def __init__(
-        self,
-        objective: Objective,
-        parameters: dict[str, nn.Parameter],
-        accelerator: Accelerator,
-        phase: str,
-        steps: int,
-    ) -> None:
-        self.objective, self.parameters, self.config = objective, parameters, objective.config
-        self.phase, self.steps, self.factor = phase, steps, 1.0
-        in_fp16 = "fp16" in (self.config.precision, accelerator.mixed_precision)
-        in_fp16 = in_fp16 or any(parameter.dtype == torch.float16 for parameter in parameters.values())
-        self.scales = SCALES if in_fp16 else SCALES[-1:]
-        # Weights in half precision would lose small updates, so updates are added up in fp32 copies.
-        self.masters = {
-            name: nn.Parameter(p.detach().float()) if p.dtype in HALF else p for name, p in self.parameters.items()
-        }
-        kernels = [p for name, p in self.masters.items() if is_kernel(name)]
-        rest = [p for name, p in self.masters.items() if not is_kernel(name)]
-        rates = [(kernels, self.config.kernel_learning_rate), (rest, self.config.learning_rate)]
-        groups = [{"params": members, "peak": rate, "warmup": self.config.warmup} for members, rate in rates if members]
-        super().__init__(accelerator, groups, weight_decay=self.config.weight_decay)
-
-    def step(self, batches: Iterator[dict[str, Tensor]], step: int) -> tuple[dict[str, float], float, float]:
-        """Do optimizer step number `step` (from 1).
-
-        Returns:
-            The terms, the loss, and the rate of the first group.
-
-        Raises:
-            Diverged: if a loss or gradient is not finite; then no weight has changed.
-        """
-        self.set_rates(step, self.steps, self.factor)
-        given = [next(batches) for _ in range(self.config.gradient_accumulation)]
-        micro_batches = send_to_device(given, self.accelerator.device, non_blocking=True)
-        for scale in self.scales:
-            terms, norm = self._gradient(micro_batches, step, scale)
-            if math.isfinite(norm):
-                break
-        else:
-            raise Diverged(f"the gradient became {norm} at step {step}")
-        self.interrupts.hold()
-        self.optimizer.step()
-        self._write_back()
-        return terms, terms.pop(LOSS), float(self.optimizer.param_groups[0]["lr"])
-
-    def _gradient(self, batches: list[dict[str, Tensor]], step: int, scale: float) -> tuple[dict[str, float], float]:
-        """Compute the gradient of a step, of the loss times `scale`, undo that factor, and clip the gradient.
-
-        Returns:
-            The step's terms, and the norm of the gradient before it was clipped.
-
-        Raises:
-            Diverged: if a term is not finite.
-        """
-        for parameter in (*self.parameters.values(), *self.masters.values()):
-            parameter.grad = None
-        terms: dict[str, float] = summed(partial(self._backward, scale), batches, self.reduce_numbers)
-        if self.accelerator.num_processes > 1:
-            # The processes compute one step together.
-            self.reduce_gradients(self.parameters.values())
-            terms = dict(zip(terms, self.reduce_numbers(list(terms.values())), strict=True))
-        for name, value in terms.items():
-            if not math.isfinite(value):
-                raise Diverged(f"the {'loss' if name == LOSS else f'error of {name}'} became {value} at step {step}")
-        for name, master in self.masters.items():
-            parameter = self.parameters[name]
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
-            if scale != 1 and master.grad is not None:
-                master.grad.div_(scale)
-        return terms, float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
-
-    def _backward(self, scale: float, batch: Mapping[str, Tensor], share: Share) -> dict[str, float]:
-        """Compute the gradient of a batch, times `scale`; return its terms, and `LOSS` last."""
-        share = (scale * share[0], scale * share[1])
-        with autocast(self.accelerator, self.config.precision):
-            if self.phase == BLOCKWISE:
-                errors = self.objective.blockwise(batch, share, train=True)
-                terms = {**errors, LOSS: sum(errors.values()) / max(len(errors), 1)}
-                return {name: value / scale for name, value in terms.items()}
-            found = self.objective.end_to_end(batch, share)
-            loss = self.objective.total(found)
-        loss.backward()
-        return {name: float(value.detach()) / scale for name, value in [*found.items(), (LOSS, loss)]}
-
-    def evaluate(self, held_out: list[dict[str, Tensor]]) -> float:
-        """Return the phase's loss on held-out batches."""
-        with autocast(self.accelerator, self.config.precision):
-            if self.phase == BLOCKWISE:
-                errors = summed(partial(self.objective.blockwise, train=False), held_out)
-                return sum(errors.values()) / max(len(errors), 1)
-            return measure(self.objective, held_out).loss
-
-    def trained(self) -> dict[str, Tensor]:
-        """Return the trained weights; for those in half precision, their fp32 copies."""
-        return dict(self.masters)
-
-    @torch.no_grad()
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        super().restore(snapshot)
-        self._write_back()
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                self.parameters[name].copy_(master)
 
 
 @dataclass(frozen=True)
@@ -255,40 +133,44 @@ def align(
         check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "alignment")
     accelerator = accelerator or make_accelerator(student)
     if accelerator.distributed_type == DistributedType.FSDP:
-        raise ConfigError(
-            "alignment: got FSDP, expected one process or plain data parallelism (DDP); skip the alignment "
-            "(--align-steps 0), or launch without FSDP"
-        )
-    move(student, accelerator.device)
+        check_fsdp("alignment", accelerator.state.fsdp_plugin.fsdp_version)
+        check_settings("alignment", config.precision)
+        check_tied(student)
+        start_fsdp(accelerator, {type(student.get_submodule(name)).__name__ for name in find_blocks(student)})
+    else:
+        move(student, accelerator.device)
     trained = trained_parameters(student, find_blocks(student), config.train)
     same = [name for name, _ in student.named_parameters() if name not in trained]
     teacher = make_teacher(student, teacher, shared=config.train == "kernels", frozen=same)
     return _Run(data, config, on_step, accelerator).run(student, teacher)
 
 
-class _Run(Run):
+class _Run(Run, TrainerCallback):
     """One alignment: its phases one after the other.
 
     Attributes:
         kept: the step whose weights the phases before this one kept.
+        rate: the rate of the first group at the last step.
     """
 
     part_name, weights_name, report = "phase", "trained", AlignStep
     config: AlignConfig
     trainer: AlignTrainer
-    objective: Objective
-    kept = 0
+    teacher: PreTrainedModel
+    held_out: list[dict[str, Tensor]]
+    kept, rate = 0, 0.0
 
     def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
-        config = self.config
-        self.objective = Objective(student, teacher, config)
+        config, self.teacher = self.config, teacher
         self.identify(student)
         fade_beyond(student, self.data)
-        held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
-        with frozen(student):
-            self.objective.measure_scales(held_out)
-            before = measure(self.objective, held_out)
+        held_out = self.held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
+        with frozen(student), unchanged(student):
+            shown = self.placed(student)
+            objective = Objective(shown, shown if teacher is student else self.placed(teacher), config)
+            objective.measure_scales(held_out)
+            before = measure(objective, held_out)
             if not config.phases():
                 return AlignResult(0, 0, "steps", before, before)
             if config.train == "lora":
@@ -297,31 +179,21 @@ class _Run(Run):
                     add_lora(student, LoraConfig(r=config.lora_rank, alpha=2.0 * config.lora_rank))
                 student.requires_grad_(False)
             try:
-                parameters = trained_parameters(student, self.objective.blocks, config.train)
-                for parameter in parameters.values():
+                trained = trained_parameters(student, objective.blocks, config.train)
+                for parameter in trained.values():
                     parameter.requires_grad_(True)
-                first = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-                saved = self.load(parameters)
-                done = 0
-                for number, (phase, steps) in enumerate(config.phases()):
-                    if saved is None or number >= self.part_of(saved):
-                        trainer = AlignTrainer(self.objective, parameters, self.accelerator, phase, steps)
-                        start = math.inf if saved is not None else trainer.evaluate(held_out)
-                        self.begin(number, done, steps, trainer, saved, start)
-                        if saved is not None:
-                            # A state has the fp32 copies of weights in half precision.
-                            trainer.restore({name: saved.tensors[f"{self.weights_name}/{name}"] for name in parameters})
-                            trainer.factor = 0.5**self.progress.halved
-                            self.kept = int(saved.record.get("kept", done))
-                        saved = None
-                        self.train(held_out)
-                        if self.progress.best_step:
-                            self.kept = done + self.progress.best_step
-                    done += steps
+                first = {name: parameter.detach().clone() for name, parameter in trained.items()}
+                with self.held(student, objective) as passes:
+                    self.train_phases(objective, passes)
+                    if self.trainer.sharded:
+                        for name, parameter in self.trainer.parameters.items():
+                            trained[name].data.copy_(whole(parameter.detach()))
                 seconds, best_step = self.seconds, self.kept
-                after = measure(self.objective, held_out)
+                objective.student = self.placed(student)
+                after = measure(objective, held_out)
                 if not after.loss < before.loss:
-                    trainer.restore(first)
+                    for name, parameter in trained.items():
+                        parameter.data.copy_(first[name])
                     best_step, after = 0, before
             finally:
                 if config.train == "lora":
@@ -329,25 +201,96 @@ class _Run(Run):
         stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
-    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+    def placed(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model that is run without a gradient: under FSDP a sharded copy."""
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
+        return frozen_copy(model, self.accelerator) if sharded else model
+
+    @contextlib.contextmanager
+    def held(self, student: PreTrainedModel, objective: Objective) -> Iterator[str]:
+        """Hold what is trained in fp32; under FSDP in a sharded copy, which becomes the objective's student.
+
+        Yields:
+            The precision of the passes.
+        """
+        passes, accelerator = self.config.precision, self.accelerator
+        if passes == "no":
+            asked = accelerator.mixed_precision
+            passes = asked if asked in HALF.values() else passes_of(student)
+        if accelerator.distributed_type == DistributedType.FSDP:
+            learner = copy.deepcopy(student)
+            to_fp32(learner, whole=passes == "no")
+            objective.student = sharded(learner, accelerator)
+            yield passes
+            return
+        with contextlib.ExitStack() as stack:
+            # Without autocast a teacher that shares weights must have the same dtype.
+            for model in {student, objective.teacher} if passes == "no" else {student}:
+                stack.enter_context(in_fp32(model, whole=passes == "no"))
+            yield passes
+
+    def train_phases(self, objective: Objective, passes: str) -> None:
+        """Train the phases that are left."""
+        config, done = self.config, 0
+        parameters = trained_parameters(objective.student, objective.blocks, config.train)
+        saved = self.load(parameters)
+        if isinstance(objective.student, FSDPModule):
+            # Its first pass must be one of the whole model.
+            with torch.no_grad(), autocast(self.accelerator, passes):
+                objective.learn(self.held_out[0])
+        for number, (phase, steps) in enumerate(config.phases()):
+            if saved is None or number >= self.part_of(saved):
+                trainer = AlignTrainer(objective, parameters, self.accelerator, phase, steps, passes)
+                trainer.add_callback(self)
+                start = math.inf if saved is not None else trainer.held_out_loss(self.held_out)
+                self.begin(number, done, steps, trainer, saved, start)
+                if saved is not None:
+                    trainer.factor = 0.5**self.progress.halved
+                    self.kept = int(saved.record.get("kept", done))
+                saved = None
+                self.train(self.held_out)
+                if self.progress.best_step:
+                    self.kept = done + self.progress.best_step
+            done += steps
+
+    def do_steps(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        progress, trainer = self.progress, self.trainer
+        trainer.batches = batches
+        while progress.step < self.steps and not progress.stopped:
+            trainer.args.max_steps = self.steps - progress.step
+            try:
+                trainer.train()
+            except Diverged as reason:
+                trainer.restore(self.best_weights)
+                progress.step += 1
+                if progress.halved >= self.config.patience:
+                    raise TrainingError(
+                        f"alignment ({trainer.phase}): {reason} at step {progress.step}, even at a halved rate; the "
+                        "model keeps its best earlier state: lower the rates, train less (train=kernels), or check the "
+                        "data for broken inputs"
+                    ) from None
+                self._slow_down()
+                trainer.interrupts.release()
+                self.save_if_due()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Set the rates."""
+        self.trainer.set_rates(self.progress.step + 1, self.steps, self.trainer.factor)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Delay Ctrl-C from here to the end of the step."""
+        self.rate = float(self.trainer.optimizer.param_groups[0]["lr"])
+        self.trainer.interrupts.hold()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Measure, keep the best weights, or return to them; report the step, and save."""
         config, trainer, progress, step = self.config, self.trainer, self.progress, self.progress.step + 1
         evaluates = step % config.eval_every == 0 or step == self.steps
-        try:
-            terms, loss, rate = trainer.step(batches, step)
-            held_out_loss = trainer.evaluate(held_out) if evaluates else None
-            if held_out_loss is not None and not math.isfinite(held_out_loss):
-                raise Diverged(f"the held-out loss became {held_out_loss} at step {step}")
-        except Diverged as reason:
-            trainer.restore(self.best_weights)
-            if progress.halved >= config.patience:
-                raise TrainingError(
-                    f"alignment ({trainer.phase}): {reason}, even at a halved rate; the model keeps its best "
-                    "earlier state: lower the rates, train less (train=kernels), or check the data for broken inputs"
-                ) from None
-            self._slow_down()
-            progress.step = step
-            trainer.interrupts.release()
-            return
+        held_out_loss = trainer.held_out_loss(self.held_out) if evaluates else None
+        if held_out_loss is not None and not math.isfinite(held_out_loss):
+            raise Diverged(f"the held-out loss became {held_out_loss}")
         progress.step = step
         if held_out_loss is not None and progress.better(held_out_loss):
             self.best_weights = trainer.snapshot()
@@ -358,8 +301,12 @@ class _Run(Run):
             else:
                 trainer.restore(self.best_weights)
                 self._slow_down()
-        done = self.before + step
-        self.finish_step(AlignStep(done, config.steps, terms, held_out_loss, rate, self.seconds, trainer.phase, loss))
+        done, terms = self.before + step, dict(trainer.terms)
+        loss = terms.pop(LOSS)
+        report = AlignStep(done, config.steps, terms, held_out_loss, self.rate, self.seconds, trainer.phase, loss)
+        self.finish_step(report)
+        self.save_if_due()
+        control.should_training_stop |= bool(progress.stopped)
 
     def _slow_down(self) -> None:
         progress, trainer = self.progress, self.trainer
@@ -369,7 +316,7 @@ class _Run(Run):
         trainer.optimizer.state.clear()
 
     def options(self) -> dict[str, object]:
-        return super().options() | {"teacher weights": weights_digest(self.objective.teacher, kernel=False)}
+        return super().options() | {"teacher weights": weights_digest(self.teacher, kernel=False)}
 
     def record(self) -> dict[str, object]:
         return super().record() | {"kept": self.kept}
@@ -378,4 +325,5 @@ class _Run(Run):
         if self.number < len(self.config.phases()) - 1:
             return None
         # Only the weights, which are the best ones by now.
-        return RunState(self.record(), {f"trained/{name}": tensor for name, tensor in self.weights().items()})
+        weights = {f"trained/{name}": tensor for name, tensor in self.weights().items()}
+        return RunState(self.record(), gathered(weights, self.accelerator))

@@ -26,10 +26,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
-from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import OUTPUT, Outputs, find_blocks, hooked, keeper, noting, run, state_of
+from linearize.training.alignment.pair import (
+    OUTPUT,
+    Outputs,
+    find_blocks,
+    hooked,
+    keeper,
+    noting,
+    run,
+    run_model,
+    state_of,
+)
 
 Name = TypeVar("Name")
 TINY = 1e-12
@@ -337,7 +346,7 @@ class Objective:
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
         softmax = noting(teacher, blocks, batch, self.padded)
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax as masks, torch.no_grad():
-            run_body(teacher, batch)
+            run_model(teacher, batch, head=False)
         return terms
 
     @staticmethod
@@ -391,13 +400,30 @@ def measure(objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Cl
 def summed(
     terms_of: Callable[[Mapping[str, Tensor], Share], Mapping[Name, Any]],
     batches: Sequence[Mapping[str, Tensor]],
-    over_processes: Callable[[list[Any]], list[Any]] = list,
 ) -> dict[Name, Any]:
     """Add up the terms of batches, each with its share of all tokens and rows.
 
     Args:
         terms_of: returns the terms of a batch with a share.
         batches: model inputs, such as `input_ids` and `attention_mask` [B, T].
+
+    Raises:
+        DataError: if there is no batch.
+    """
+    sums: dict[Name, Any] = {}
+    for batch, share in zip(batches, shares(batches), strict=True):
+        for name, term in terms_of(batch, share).items():
+            sums[name] = sums.get(name, 0.0) + term
+    return sums
+
+
+def shares(
+    batches: Sequence[Mapping[str, Tensor]], over_processes: Callable[[list[Any]], list[Any]] = list
+) -> list[Share]:
+    """Return the shares of batches (such as `input_ids` and `attention_mask` [B, T]) of all tokens and rows.
+
+    Args:
+        batches: model inputs.
         over_processes: adds up the numbers of tokens and rows over the processes if these share the batches.
 
     Raises:
@@ -407,8 +433,4 @@ def summed(
         raise DataError("alignment: got no held-out batch to measure on; set some rows aside (--holdout)")
     sizes = [size_of(batch) for batch in batches]
     tokens, rows = over_processes([sum(column) for column in zip(*sizes, strict=True)])
-    sums: dict[Name, Any] = {}
-    for batch, size in zip(batches, sizes, strict=True):
-        for name, term in terms_of(batch, (size[0] / max(tokens, 1), size[1] / rows)).items():
-            sums[name] = sums.get(name, 0.0) + term
-    return sums
+    return [(size[0] / max(tokens, 1), size[1] / rows) for size in sizes]

@@ -25,7 +25,7 @@ from linearize.core.registry import SCALES, StageOne
 from linearize.fidelity.teacher import frozen_output, has_rows, run_body, softmax_output
 from linearize.kernels.base import Inputs
 from linearize.training.processes import autocast
-from linearize.training.run import Trainer
+from linearize.training.run import PartTrainer
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loss import Targets, cross_entropy, output_loss
 
@@ -141,7 +141,7 @@ def layer_loss(name: str, layer: LinearAttention, config: DistillConfig) -> Laye
     return LayerLoss(name, layer, training, kind in ("weights", "both"), output, penalty)
 
 
-class KernelTrainer(Trainer):
+class KernelTrainer(PartTrainer):
     """Trains the kernels of some layers together; the rest of the model stays frozen.
 
     Sums and counts are divided once per step, so the loss is a mean over all valid queries of the global batch, however

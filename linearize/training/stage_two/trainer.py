@@ -28,7 +28,7 @@ from linearize.core.registry import Values
 from linearize.modeling.weights import check_merged, is_offloaded
 from linearize.training.adapters import adapter_files, add_lora, merge_lora, plain_name
 from linearize.training.alignment.pair import check_teacher, share
-from linearize.training.precision import HALF, in_fp32, passes_of
+from linearize.training.precision import HALF, end_autocast, in_fp32, passes_of, unchanged
 from linearize.training.processes import check_launcher, is_main, under_fsdp
 from linearize.training.run import fade_beyond
 from linearize.training.sharding import check_settings, check_tied
@@ -254,7 +254,7 @@ def check_options(config: TuneConfig, adapter_of: str | None) -> None:
         raise ConfigError("keep_adapter: got no low-rank updates to keep, expected some; give --lora r=8,alpha=16")
     check_launcher("stage two")
     if under_fsdp():
-        check_settings(config.precision)
+        check_settings("stage two", config.precision)
 
 
 def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) -> None:
@@ -291,28 +291,6 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
             f"gradient_checkpointing: {type(model).__name__} does not support it; leave it out, and lower batch_size "
             "with more gradient_accumulation instead"
         )
-
-
-@contextlib.contextmanager
-def unchanged(*models: PreTrainedModel | None) -> Iterator[None]:
-    """Undo at the end what transformers' trainer changes in models: `use_cache` of the config, and `forward`."""
-    before = [(model, dict(vars(model.config))) for model in models if model is not None]
-    try:
-        yield
-    finally:
-        for model, values in before:
-            vars(model.config).clear()
-            vars(model.config).update(values)
-            end_autocast(model)
-
-
-def end_autocast(model: nn.Module) -> None:
-    """Remove the autocast that accelerate leaves around a model's `forward`."""
-    original = vars(model).pop("_original_forward", None)
-    if original is not None:
-        model.forward = original
-        if getattr(original, "__func__", None) is type(model).forward:
-            del model.forward
 
 
 @contextlib.contextmanager

@@ -34,10 +34,10 @@ from linearize.modeling.model import kernel_parameters
 from linearize.training import sharding
 from linearize.training.alignment.objective import hidden_state_loss
 from linearize.training.processes import own_device, under_fsdp
-from linearize.training.run import check_moments, tokens_in
+from linearize.training.run import tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
-from linearize.training.stage_two.progress import LossMeter, meter_of
+from linearize.training.stage_two.progress import LossMeter, check_moments, meter_of
 from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, Row, as_dataset, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
 

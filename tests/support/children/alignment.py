@@ -1,29 +1,114 @@
-"""Align a tiny model in one process or in several."""
+"""Align tiny models in one process or in several."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from linearize.training.alignment import loop
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.loop import align
 from support.training import ALIGN, Split, batches, loud_converted
 
+CAUSAL = "AutoModelForCausalLM"
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "blocks": ("bert", "AutoModelForSequenceClassification", {}),
+    "kernels": ("bert", "AutoModel", {"train": "kernels"}),
+    "attention": ("llama", CAUSAL, {"train": "attention", "gradient_accumulation": 2}),
+    "low rank": ("llama", CAUSAL, {"train": "lora"}),
+    "bf16": ("bert", "AutoModel", {}),
+}
+"""Host, head and options by name; the model of "bf16" is stored so."""
 
-def run() -> dict[str, torch.Tensor]:
-    """Align, and return weights, losses and the last figure."""
-    model = loud_converted("bert", "AutoModelForSequenceClassification")
-    result = align(model, Split(batches(model)), AlignConfig(**ALIGN | {"steps": 6, "eval_every": 2}))
+
+class InTurn(Split):
+    """In one process: the parts of two processes, one after the other."""
+
+    def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
+        parts = [super(InTurn, self).train_batches(start // 2, part, 2) for part in (0, 1)]
+        while True:
+            yield from map(next, parts)
+
+
+class Same(torch.autograd.Function):
+    """The identity, as a step of its own for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def add_like_fsdp(model: nn.Module) -> None:
+    """Add up the gradient of each block's input before that of its state in the loss is added, as FSDP's hooks do.
+
+    Under autocast these sums are rounded to bf16, so their order shows.
+    """
+    for name in loop.find_blocks(model):  # type: ignore[arg-type]
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, given: tuple(Same.apply(x) if getattr(x, "requires_grad", False) else x for x in given)
+        )
+
+
+def run(case: str, kind: str = "", **options: Any) -> dict[str, Tensor]:
+    """Align one model, and return weights, losses, and the figures before and after.
+
+    Args:
+        case: one of `CASES`.
+        kind: in one process, "ddp" and "fsdp" for the order of sums of two; empty for whole batches.
+        options: more options.
+    """
+    name, head, own = CASES[case]
+    model = loud_converted(name, head)
+    if case == "bf16":
+        model = model.to(torch.bfloat16)
+    config = AlignConfig(**ALIGN | {"steps": 8, "eval_every": 2} | own | options)
+    data = Split(batches(model))
+    if kind:
+        data, config = InTurn(batches(model)), replace(config, gradient_accumulation=2 * config.gradient_accumulation)
+    if kind == "fsdp":
+        add_like_fsdp(model)
+    stop = int(os.environ.get("STOP_AFTER", "0"))
+
+    def on_step(report: loop.AlignStep) -> None:
+        if report.step == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    result = loop.align(model, data, config, on_step=on_step)
     losses = torch.tensor([report.loss for report in result.history])
-    state = {k: v.clone().contiguous() for k, v in model.state_dict().items()}
-    return state | {"losses": losses, "after": torch.tensor(result.after.loss)}
+    figures = {"losses": losses, "figures": torch.tensor([result.before.loss, result.after.loss])}
+    return {name: x.clone().contiguous() for name, x in model.state_dict().items()} | figures
 
 
-def main(target: str) -> None:
-    """Align, and save what was trained, once."""
+def main(folder: str, cases: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Align one model after the other, and save what was trained, once; under FSDP each process has about a half."""
     torch.set_num_threads(1)
-    found = run()
-    if int(os.environ.get("RANK", "0")) == 0:
-        save_file(found, target)
+    shard, sharded = loop.sharded, []
+
+    def check(*given: Any) -> Any:
+        model = shard(*given)
+        weights = list(model.parameters())
+        assert all(isinstance(weight, DTensor) for weight in weights)
+        # Vectors of an odd length are not halved.
+        assert sum(weight.to_local().numel() for weight in weights) < 0.6 * sum(weight.numel() for weight in weights)
+        sharded.append(model)
+        return model
+
+    loop.sharded = check
+    for case in cases:
+        found = run(case, **options)
+        if int(os.environ["RANK"]) == 0:
+            save_file(found, Path(folder) / f"{case}.safetensors")
+    assert len(sharded) == (len(cases) if "ACCELERATE_USE_FSDP" in os.environ else 0)
