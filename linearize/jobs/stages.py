@@ -37,7 +37,7 @@ from linearize.training.processes import (
     wait_for_all,
 )
 from linearize.training.run import fade_beyond, longest_row
-from linearize.training.sharding import check_settings
+from linearize.training.sharding import check_settings, check_tied
 from linearize.training.stage_one.config import DistillConfig
 from linearize.training.stage_one.loop import DistillResult, StepReport, batches_for, distill, within
 from linearize.training.stage_one.quantized import check_quantized
@@ -150,7 +150,7 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     check_states(job)
     check_report_to(job.report_to)
     check_launcher("stage one" if isinstance(job, StageOneJob) else "alignment")
-    if isinstance(job, ConvertJob | AlignJob) and job.align.steps and under_fsdp():
+    if isinstance(job, ConvertJob | AlignJob) and aligns(job) and under_fsdp():
         check_settings("alignment", job.align.precision)
     if isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None:
         check_quantized(job.model)
@@ -207,7 +207,13 @@ def choose(context: Context, what: str, asked: object, now: Callable[[], Values]
 
 
 def make_room(context: Context) -> None:
-    """Check the free disk space, remove old states and write the choices: the last step before training."""
+    """Check the free disk space, remove old states and write the choices: the last step before training.
+
+    Raises:
+        ConfigError: if FSDP cannot shard a model that is to be aligned.
+    """
+    if under_fsdp() and aligns(context.job):
+        check_tied(context.loaded.model)
     if is_main():
         check_room(context.target, size_of(context.loaded.model))
         clear_states(context.job)
@@ -242,7 +248,12 @@ def first_device(job: TrainingJob) -> str:
 def copies(job: TrainingJob) -> bool:
     """Tell whether only copies of the model run, which read its weights from their files; an alignment changes them."""
     quantized = isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None
-    return quantized or (under_fsdp() and not (isinstance(job, ConvertJob | AlignJob) and job.align.steps))
+    return quantized or (under_fsdp() and not aligns(job))
+
+
+def aligns(job: TrainingJob) -> bool:
+    """Tell whether a job has an alignment."""
+    return isinstance(job, ConvertJob | AlignJob) and job.align.steps > 0
 
 
 def open_data(context: Context, length: int | None, skip: str) -> None:

@@ -69,9 +69,16 @@ def job(root: Path, verb: str, model: str, output: str, options: Mapping[str, ob
     """Convert a model in a folder, or distil it further."""
     names = {"model": str(root / model), "dataset": str(root / "texts.jsonl"), "output": str(root / output)}
     if verb == "convert":
-        convert_checkpoint(ConvertJob.of(**names, **options, align_steps=0))
+        convert_checkpoint(ConvertJob.of(**names, **{"align_steps": 0, **options}))
     else:
         distill_checkpoint(DistillJob.of(**names, **options))
+
+
+def aligned(root: Path, models: Sequence[str], count: str, options: Mapping[str, object]) -> None:
+    """Convert models in a folder, with an alignment."""
+    torch.set_num_threads(1)
+    for name in models:
+        job(root, "convert", name, f"{name} {count}", options)
 
 
 def sharded_jobs(
