@@ -37,10 +37,10 @@ from linearize.training.run import Batches, Report, Run, check_inputs, fade_beyo
 from linearize.training.sharding import (
     check_settings,
     check_tied,
+    frozen_copy,
     gathered,
     make_accelerator,
     sharded,
-    frozen_copy,
     start_fsdp,
     whole,
 )
