@@ -210,7 +210,7 @@ def make_room(context: Context) -> None:
     """Check the free disk space, remove old states and write the choices: the last step before training.
 
     Raises:
-        ConfigError: if FSDP cannot shard a model that is to be aligned.
+        ConfigError: if FSDP cannot shard the model that should be aligned.
     """
     if under_fsdp() and aligns(context.job):
         check_tied(context.loaded.model)

@@ -106,7 +106,7 @@ class AlignTrainer(transformers.Trainer, PartTrainer):
         return self.batches
 
     def floating_point_ops(self, inputs: object) -> int:
-        """Return 0: nobody reads it, and counting takes a good part of a small step."""
+        """Return 0: the number is not used, and counting takes a good part of a small step."""
         return 0
 
     def get_batch_samples(
