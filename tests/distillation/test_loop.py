@@ -317,7 +317,7 @@ def test_rates_rise_to_the_peak_and_fall_along_a_cosine():
     trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
     found = []
     for step in range(1, 7):
-        run.Trainer.set_rates(trainer, step, 6, factor=0.5)
+        run.PartTrainer.set_rates(trainer, step, 6, factor=0.5)
         found.append([group["lr"] for group in groups])
     half = [0.5 * (1 + math.cos(math.pi * part)) for part in (0, 1 / 4, 1 / 2, 3 / 4)]
     fifths = [0.5 * (1 + math.cos(math.pi * part / 5)) for part in range(5)]

@@ -65,9 +65,9 @@ def test_two_processes_align_as_one(name, root):
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "alignment: got FSDP version 1, expected 2"),
         ({**tuning.FSDP, "FSDP_OFFLOAD_PARAMS": "true"}, "alignment: got offload_params=true under FSDP"),
         ({**tuning.FSDP, "ACCELERATE_MIXED_PRECISION": "fp16"}, "alignment: got fp16 under FSDP, expected bf16 or no"),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            "alignment: got ZeRO stage 3 of DeepSpeed",
+        *(
+            ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}, "alignment: got DeepSpeed")
+            for stage in "23"
         ),
     ],
 )
