@@ -86,7 +86,9 @@ class AlignTrainer(transformers.Trainer, PartTrainer):
         self.smallest_scale = 1 / max(1.0, *(getattr(self.config, name) for name in WEIGHTS)) if in_fp16 else 1.0
         first = FIRST_SCALE * self.smallest_scale
         self.scaler = torch.amp.GradScaler(accelerator.device.type, first, enabled=in_fp16)
-        self.optimizer = AcceleratedOptimizer(self.optimizer, device_placement=False, scaler=self.scaler)
+        if in_fp16:
+            # accelerate looks for a package on the disk at every step, so other precisions do without it.
+            self.optimizer = AcceleratedOptimizer(self.optimizer, device_placement=False, scaler=self.scaler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Use the accelerator that the alignment began with."""
@@ -154,7 +156,8 @@ class AlignTrainer(transformers.Trainer, PartTrainer):
         for name, value in self.terms.items():
             if not math.isfinite(value):
                 raise Diverged(f"the {'loss' if name == LOSS else f'error of {name}'} became {value}")
-        self.scaler.unscale_(self.optimizer.optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer.optimizer)
         norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)))
         # In fp16 the scaler leaves this step out, and halves its factor.
         if not math.isfinite(norm) and self.scaler.get_scale() <= self.smallest_scale:
