@@ -368,6 +368,7 @@ PARSED = (
     "attention_shape",
     "closeness_by_length",
     "measure_sharded_loading",
+    "measure_sharded_loading",
     "measure_stage_one_memory",
     "pairs_apart",
     "proof_smollm2",

@@ -16,5 +16,9 @@ def script(name: str, folder: Path = SCRIPTS) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Where dataclasses look for their module.
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))  # Where a script that runs finds others.
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
     return module

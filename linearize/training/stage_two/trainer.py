@@ -269,7 +269,7 @@ def check_trainable(model: PreTrainedModel, data: TaskData, config: TuneConfig) 
     if under_fsdp():
         check_tied(model)
     if config.precision == "fp16" and model.device.type == "cpu":
-        # Accelerate would train in fp32 without a word.
+        # Accelerate would train in fp32 without a warning.
         raise ConfigError("precision: got fp16 on a CPU, which stage two cannot train in; expected bf16 or no")
     if not data.type.trains or data.type.options.chunks:
         raise ConfigError(
