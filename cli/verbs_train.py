@@ -98,8 +98,8 @@ class Distill(Verb):
       num_machines: 1
       num_processes: 8
     FSDP 1 is refused: it cannot exclude the kernels. accelerate starts FSDP only on GPUs; the sharding itself is tested
-    on two CPU processes. `finetune` runs under FSDP 2 too, `align` does not. DeepSpeed is refused. If one device is too
-    small, try --query-sample, --precision bf16, or a smaller --batch-size.
+    on two CPU processes. `align` and `finetune` run under FSDP 2 too. DeepSpeed is refused. If one device is too small,
+    try --query-sample, --precision bf16, or a smaller --batch-size.
     """
 
     summary = "continue the distillation of a converted checkpoint"

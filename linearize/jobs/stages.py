@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from linearize.attention.parts import exact_tokens
 from linearize.checkpoint.fingerprint import MODEL_WEIGHTS, check_same, fingerprint, weights_digest
@@ -150,7 +150,7 @@ def check_start(job: StageOneJob | AlignJob) -> None:
     check_states(job)
     check_report_to(job.report_to)
     check_launcher("stage one" if isinstance(job, StageOneJob) else "alignment")
-    if isinstance(job, ConvertJob | AlignJob) and aligns(job) and under_fsdp():
+    if aligns(job) and under_fsdp():
         check_settings("alignment", job.align.precision)
     if isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None:
         check_quantized(job.model)
@@ -251,7 +251,7 @@ def copies(job: TrainingJob) -> bool:
     return quantized or (under_fsdp() and not aligns(job))
 
 
-def aligns(job: TrainingJob) -> bool:
+def aligns(job: TrainingJob) -> TypeGuard[ConvertJob | AlignJob]:
     """Tell whether a job has an alignment."""
     return isinstance(job, ConvertJob | AlignJob) and job.align.steps > 0
 

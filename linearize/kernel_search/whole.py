@@ -112,7 +112,6 @@ class WholeModel:
         """
         modules = {key: self.candidates.modules[key].eval() for key in keys}
         error, power = dict.fromkeys(modules, 0.0), dict.fromkeys(self.candidates.hosts, 0.0)
-
         done, total = itertools.count(1), len(modules) * len(self.held_out)
 
         def visit(

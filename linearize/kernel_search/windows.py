@@ -113,7 +113,7 @@ def choose_windows(
         data: training rows for fitting the scales, held-out rows for the errors. Choices whose queries read more than
             half a row are left out, because they would look exact.
         base: the plan whose layers with a window are the reference.
-        on_event: called with `Started` for each of the steps, and `Advanced` after every part of it.
+        on_event: called with `Started` for each of the steps, and `Advanced` after every part of the last two.
 
     Returns:
         The plan, with a window, exact keys or routed blocks, and a kernel or no kernel for every layer; the reason for

@@ -30,8 +30,8 @@ from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
 from linearize.training.config import RunConfig
 from linearize.training.processes import Interrupts
-from linearize.training.sharding import gathered, spread
-from linearize.training.states import RunState, StateFolder
+from linearize.training.sharding import gathered
+from linearize.training.states import RunState, StateFolder, of_size
 
 
 class Batches(Protocol):
@@ -117,19 +117,6 @@ class PartTrainer(ABC):
                 moment = of_size(tensor, parameters[int(index)]) if tensor.ndim else tensor
                 state.setdefault(int(index), {})[key] = moment
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-
-
-def of_size(stored: Tensor, now: Tensor) -> Tensor:
-    """Return a stored tensor, which must have the size of the one that it is put into: a copy would broadcast it.
-
-    If that one is sharded, so is the result.
-
-    Raises:
-        ValueError: if it has another size.
-    """
-    if stored.shape != now.shape:
-        raise ValueError(f"got a tensor of size {list(stored.shape)}, expected {list(now.shape)}")
-    return spread(stored, now)
 
 
 def check_inputs(stage: str, model: nn.Module, data: object) -> None:
@@ -276,9 +263,9 @@ class Run(ABC):
         named |= {f"data {name}": value for name, value in getattr(self.data, "options", {}).items()}
         return named | {"processes": self.accelerator.num_processes}
 
+    @abstractmethod
     def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Do one step: train, advance `progress`, and finish with `finish_step`; for `do_steps`."""
-        raise NotImplementedError
+        """Do one step or more: train, advance `progress`, and finish each with `finish_step`."""
 
     def train_batches(self, start: int = 0) -> Iterator[dict[str, Tensor]]:
         """Return this process's endless training batches, beginning with number `start`."""
@@ -389,7 +376,8 @@ class Run(ABC):
         batches = self._count(self.train_batches((self.before + progress.step) * config.gradient_accumulation))
         with trainer.interrupts:
             try:
-                self.do_steps(batches, held_out)
+                while progress.step < self.steps and not progress.stopped:
+                    self.step(batches, held_out)
             except TrainingError:
                 trainer.restore(self.best_weights)
                 raise
@@ -404,24 +392,19 @@ class Run(ABC):
         if self.identity:
             self.state = self.last_state()
 
-    def do_steps(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
-        """Do the steps that are left, or until `progress` says why the part is stopped, and save states."""
-        while self.progress.step < self.steps and not self.progress.stopped:
-            self.step(batches, held_out)
-            self.save_if_due()
-
     def save_if_due(self) -> None:
         """Write a state if the options ask for one after this step."""
         if self.config.save_every and self.progress.step % self.config.save_every == 0:
             self.save()
 
     def finish_step(self, report: Report) -> None:
-        """Finish a step: record its report and pass it to `on_step`."""
+        """Finish a step: record its report, pass it to `on_step`, and save if that is due."""
         report = dataclasses.replace(report, tokens=self.tokens)
         self.history.append(report)
         self.trainer.interrupts.release()
         if self.on_step is not None:
             self.on_step(report)
+        self.save_if_due()
 
     def save(self) -> None:
         """Write a state, in the main process of a run with states."""

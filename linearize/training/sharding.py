@@ -325,9 +325,8 @@ class Shards:
             if self.accelerator.is_main_process:
                 folder.mkdir(parents=True, exist_ok=True)
                 part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
-                contiguous = {name: tensor.contiguous() for name, tensor in found.items()}
-                save_file(contiguous, folder / f"model{part}.safetensors", {"format": "pt"})
-                del contiguous
+                file = folder / f"model{part}.safetensors"
+                save_file({name: tensor.contiguous() for name, tensor in found.items()}, file, {"format": "pt"})
             del found  # Before those of the next file.
 
     @torch.no_grad()

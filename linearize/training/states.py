@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run,
 from linearize.core.errors import CheckpointError, LinearizeError, NotSavedError, first_line, interrupted_run
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.core.registry import Values
+from linearize.training.sharding import spread
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
 _NAME = rf"(step-\d+|block-\d+|{CHOICES})"
@@ -174,3 +176,28 @@ def keep_states(error: CheckpointError, output: str, states: Mapping[str, RunSta
         except (CheckpointError, OSError):
             continue
     return error
+
+
+def of_size(stored: Tensor, now: Tensor) -> Tensor:
+    """Return a stored tensor, which must have the size of the one that it is put into: a copy would broadcast it.
+
+    If that one is sharded, so is the result.
+
+    Raises:
+        ValueError: if it has another size.
+    """
+    if stored.shape != now.shape:
+        raise ValueError(f"got a tensor of size {list(stored.shape)}, expected {list(now.shape)}")
+    return spread(stored, now)
+
+
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the moments of a loaded optimizer have the sizes of its weights, which torch does not.
+
+    Raises:
+        ValueError: if one has another size.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for moment in optimizer.state.get(parameter, {}).values():
+            if torch.is_tensor(moment) and moment.ndim:
+                of_size(moment, parameter)

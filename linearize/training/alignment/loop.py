@@ -8,7 +8,6 @@ output and logits, on unlabelled data. The student never ends up worse than it b
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,18 +30,17 @@ from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, measure
 from linearize.training.alignment.pair import find_blocks, make_teacher
 from linearize.training.alignment.trainer import LOSS, AlignTrainer, Diverged, is_kernel
-from linearize.training.precision import HALF, in_fp32, passes_of, to_fp32, unchanged
+from linearize.training.precision import HALF, in_fp32, passes_of, unchanged
 from linearize.training.processes import autocast, check_fsdp
 from linearize.training.run import Batches, Report, Run, check_inputs, fade_beyond, frozen
 from linearize.training.sharding import (
+    Shards,
     check_settings,
     check_tied,
     frozen_copy,
     gathered,
     make_accelerator,
-    sharded,
     start_fsdp,
-    whole,
 )
 from linearize.training.states import RunState
 
@@ -185,9 +183,6 @@ class _Run(Run, TrainerCallback):
                 first = {name: parameter.detach().clone() for name, parameter in trained.items()}
                 with self.held(student, objective) as passes:
                     self.train_phases(objective, passes)
-                    if self.trainer.sharded:
-                        for name, parameter in self.trainer.parameters.items():
-                            trained[name].data.copy_(whole(parameter.detach()))
                 seconds, best_step = self.seconds, self.kept
                 objective.student = self.placed(student)
                 after = measure(objective, held_out)
@@ -210,6 +205,8 @@ class _Run(Run, TrainerCallback):
     def held(self, student: PreTrainedModel, objective: Objective) -> Iterator[str]:
         """Hold what is trained in fp32; under FSDP in a sharded copy, which becomes the objective's student.
 
+        What the copy has learned is the student's afterwards, unless an error ends the block.
+
         Yields:
             The precision of the passes.
         """
@@ -218,10 +215,10 @@ class _Run(Run, TrainerCallback):
             asked = accelerator.mixed_precision
             passes = asked if asked in HALF.values() else passes_of(student)
         if accelerator.distributed_type == DistributedType.FSDP:
-            learner = copy.deepcopy(student)
-            to_fp32(learner, whole=passes == "no")
-            objective.student = sharded(learner, accelerator)
+            shards = Shards(student, accelerator, in_fp32=passes == "no")
+            objective.student = shards.model
             yield passes
+            shards.gather_into(student)
             return
         with contextlib.ExitStack() as stack:
             # Without autocast a teacher that shares weights must have the same dtype.
@@ -253,25 +250,24 @@ class _Run(Run, TrainerCallback):
                     self.kept = done + self.progress.best_step
             done += steps
 
-    def do_steps(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+    def step(self, batches: Iterator[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> None:
+        """Do all steps that are left, or those up to one that diverges, which is left out."""
         progress, trainer = self.progress, self.trainer
-        trainer.batches = batches
-        while progress.step < self.steps and not progress.stopped:
-            trainer.args.max_steps = self.steps - progress.step
-            try:
-                trainer.train()
-            except Diverged as reason:
-                trainer.restore(self.best_weights)
-                progress.step += 1
-                if progress.halved >= self.config.patience:
-                    raise TrainingError(
-                        f"alignment ({trainer.phase}): {reason} at step {progress.step}, even at a halved rate; the "
-                        "model keeps its best earlier state: lower the rates, train less (train=kernels), or check the "
-                        "data for broken inputs"
-                    ) from None
-                self._slow_down()
-                trainer.interrupts.release()
-                self.save_if_due()
+        trainer.batches, trainer.args.max_steps = batches, self.steps - progress.step
+        try:
+            trainer.train()
+        except Diverged as reason:
+            trainer.restore(self.best_weights)
+            progress.step += 1
+            if progress.halved >= self.config.patience:
+                raise TrainingError(
+                    f"alignment ({trainer.phase}): {reason} at step {progress.step}, even at a halved rate; the "
+                    "model keeps its best earlier state: lower the rates, train less (train=kernels), or check the "
+                    "data for broken inputs"
+                ) from None
+            self._slow_down()
+            trainer.interrupts.release()
+            self.save_if_due()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set the rates."""
@@ -305,7 +301,6 @@ class _Run(Run, TrainerCallback):
         loss = terms.pop(LOSS)
         report = AlignStep(done, config.steps, terms, held_out_loss, self.rate, self.seconds, trainer.phase, loss)
         self.finish_step(report)
-        self.save_if_due()
         control.should_training_stop |= bool(progress.stopped)
 
     def _slow_down(self) -> None:

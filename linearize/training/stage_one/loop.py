@@ -38,7 +38,6 @@ from linearize.training.run import (
     check_inputs,
     fade_beyond,
     frozen,
-    of_size,
 )
 from linearize.training.sharding import empty_copy, fill, make_accelerator
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
@@ -52,7 +51,7 @@ from linearize.training.stage_one.streamed import (
     mean_held_out,
     train_blocks,
 )
-from linearize.training.states import RunState, StateFolder
+from linearize.training.states import RunState, StateFolder, of_size
 
 
 @dataclass(frozen=True)

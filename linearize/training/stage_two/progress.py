@@ -1,4 +1,4 @@
-"""What a run of stage two reports after every step; the sum of its loss, which its states keep, and their check."""
+"""What a run of stage two reports after every step, and the sum of its loss, which its checkpoints keep."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
-
-from linearize.training.run import of_size
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,3 @@ class LossMeter(TrainerCallback, ExportableState):
 def meter_of(trainer: Trainer) -> LossMeter:
     """Return a trainer's meter, which a resume replaces with another one."""
     return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, LossMeter))
-
-
-def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the moments of a loaded optimizer have the sizes of its weights, which torch does not.
-
-    Raises:
-        ValueError: if one has another size.
-    """
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        for moment in optimizer.state.get(parameter, {}).values():
-            if torch.is_tensor(moment) and moment.ndim:
-                of_size(moment, parameter)

@@ -37,9 +37,10 @@ from linearize.training.processes import own_device, under_fsdp
 from linearize.training.run import tokens_in
 from linearize.training.stage_two.config import TuneConfig
 from linearize.training.stage_two.metrics import label_losses
-from linearize.training.stage_two.progress import LossMeter, check_moments, meter_of
+from linearize.training.stage_two.progress import LossMeter, meter_of
 from linearize.training.stage_two.rows import IGNORED, Chosen, Predictions, Row, as_dataset, by_length
 from linearize.training.stage_two.task_types.base import ClassLabels, NumberLabels, TaskData, first_output
+from linearize.training.states import check_moments
 
 WEIGHTS = "model.safetensors"
 """The file of the weights in a checkpoint."""
@@ -81,8 +82,7 @@ class Tuner(Trainer):
         # An epoch seeds it (`Hooks`): transformers' groups of similar length depend on all random numbers before them.
         self.groups = torch.Generator()
         self._parts: dict[str, list[Tensor]] = {}
-        stopping = [EarlyStoppingCallback(config.patience)] if config.patience else []
-        # Under FSDP the given model stays on the host.
+        # Under FSDP the given model stays in its files or on the host.
         device = own_device("auto") if under_fsdp() else next(model.parameters()).device.type
         super().__init__(
             model=model,
@@ -92,7 +92,7 @@ class Tuner(Trainer):
             data_collator=data.collate,
             compute_metrics=self.compute_task_metrics,
             preprocess_logits_for_metrics=data.type.reduce,  # type: ignore[arg-type]
-            callbacks=[LossMeter(), *stopping],
+            callbacks=[LossMeter(), *([EarlyStoppingCallback(config.patience)] if config.patience else [])],
         )
         self.remove_callback(PrinterCallback)
         # The trainer divides the loss of a pass, a mean over its batch, by the passes of a step. It does not where it

@@ -95,18 +95,18 @@ def run(case: str, kind: str = "", **options: Any) -> dict[str, Tensor]:
 def main(folder: str, cases: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Align one model after the other, and save what was trained, once; under FSDP each process has about a half."""
     torch.set_num_threads(1)
-    shard, sharded = loop.sharded, []
+    shard, sharded = loop.Shards, []
 
-    def check(*given: Any) -> Any:
-        model = shard(*given)
-        weights = list(model.parameters())
+    def check(*given: Any, **options: Any) -> Any:
+        shards = shard(*given, **options)
+        weights = list(shards.model.parameters())
         assert all(isinstance(weight, DTensor) for weight in weights)
         # Vectors of an odd length are not halved.
         assert sum(weight.to_local().numel() for weight in weights) < 0.6 * sum(weight.numel() for weight in weights)
-        sharded.append(model)
-        return model
+        sharded.append(shards)
+        return shards
 
-    loop.sharded = check
+    loop.Shards = check
     for case in cases:
         found = run(case, **options)
         if int(os.environ["RANK"]) == 0:
