@@ -88,7 +88,7 @@ def held_tokens(state: State, key_heads: int, mask: Tensor) -> Recorded | None:
     """Return keys and values of all the tokens of a mask [B, T] in their order; None unless the state holds each."""
     if "softmax_k" in state and state["softmax_k"].shape[1] == key_heads:
         parts = [(state["softmax_k"], state["softmax_v"], state["softmax_mask"])]
-    elif "all_k" in state:
+    elif "all_k" in state and state["all_k"].shape[1] == key_heads:
         # The memory has room for more tokens.
         k, v = (state[name][:, :, : int(state["tokens"].max())] for name in ("all_k", "all_v"))
         parts = [(k, v, torch.arange(k.shape[2], device=k.device) < state["tokens"][:, None])]

@@ -246,7 +246,7 @@ class FeatureMapMixer(Mixer):
         if self.window is None:
             return None
         hybrid = self.hybrid
-        kept = hybrid.sinks, hybrid.exact_keys, *hybrid.blocks
+        kept = hybrid.sinks, hybrid.exact_keys, *hybrid.blocks, hybrid.routed_heads
         return Window(self.window, scaling, self.shape.causal, self.eps, *kept)
 
     def apply_output(self, mixed: Tensor) -> Tensor:

@@ -137,6 +137,24 @@ class RoutedBlocks(Part):
         return ""
 
 
+class RoutedHeads(Part):
+    """The query heads that look blocks up, if not all do; only the keys of these stay in memory."""
+
+    name, words = "routed_heads", "routed heads"
+
+    def wrong(self, hybrid: Hybrid) -> str:
+        """Refuse heads without blocks, and heads that keep softmax."""
+        if hybrid.routed_heads and not hybrid.routed_blocks:
+            return f"routed-heads: got {list(hybrid.routed_heads)} without routed blocks, expected both; add some"
+        if both := sorted(set(hybrid.routed_heads) & set(hybrid.softmax_heads)):
+            return f"routed-heads: got head {both[0]}, which keeps softmax; leave it out of one of the two"
+        return ""
+
+    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
+        """Refuse heads that do not exist, are named twice or out of order."""
+        return _wrong_heads(self.option, hybrid.routed_heads, shape)
+
+
 class LogScales(Part):
     """Learned log-scales of queries and keys (`linearize.attention.hybrid`)."""
 
@@ -159,13 +177,13 @@ class SoftmaxHeads(Part):
 
     def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
         """Refuse heads that do not exist, are named twice or out of order."""
-        heads = hybrid.softmax_heads
-        if all(type(h) is int and 0 <= h < shape.heads for h in heads) and sorted(set(heads)) == list(heads):
-            return ""
-        return (
-            f"softmax-heads: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and "
-            "in order"
-        )
+        return _wrong_heads(self.option, hybrid.softmax_heads, shape)
+
+
+def _wrong_heads(option: str, heads: tuple[int, ...], shape: HeadShape) -> str:
+    if all(type(h) is int and 0 <= h < shape.heads for h in heads) and sorted(set(heads)) == list(heads):
+        return ""
+    return f"{option}: got {list(heads)}, expected numbers of heads from 0 to {shape.heads - 1}, each once and in order"
 
 
 class Fading(Part):
@@ -184,13 +202,16 @@ class Fading(Part):
         )
 
 
-PARTS: tuple[Part, ...] = (Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxHeads(), Fading(), RoutedBlocks())
+PARTS: tuple[Part, ...] = (
+    *(Window(), Sinks(), ExactKeys(), LogScales(), SoftmaxHeads(), Fading(), RoutedBlocks()),
+    RoutedHeads(),
+)
 """All parts, in the order of the fields of `Hybrid`."""
 
 NEAR = frozenset({"window", "sinks", "exact_keys"})
 """The window and the parts that need one: they take keys from the kernel and give them softmax weights."""
-ROUTED = frozenset({"routed_blocks"})
-"""Needs a window as well, and takes keys from the kernel that depend on the query; its state grows with the text."""
+ROUTED = frozenset({"routed_blocks", "routed_heads"})
+"""Need a window as well, and take keys from the kernel that depend on the query; their state grows with the text."""
 SCALED = frozenset({"scale", "trained_length"})
 """The parts that only multiply the kernel's weights."""
 HEADS = frozenset({"softmax_heads"})
@@ -285,7 +306,8 @@ def exact_tokens(hybrid: Hybrid, causal: bool) -> int:
     """Return how many tokens the longest row has in which every key gets its softmax weight."""
     check_parts(hybrid, NEAR | ROUTED | SCALED | HEADS, "exact rows")
     width, chosen, (blocks, size) = hybrid.window or 0, hybrid.sinks + hybrid.exact_keys, hybrid.blocks
-    if blocks:
+    # If only some heads look blocks up, the others have none.
+    if blocks and not hybrid.routed_heads:
         # Blocks of sinks alone are never chosen.
         chosen = max(chosen, (blocks + hybrid.sinks // size) * size)
     # In causal layers, exact keys are chosen among the keys that left the window. In other layers, they are chosen

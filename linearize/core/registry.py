@@ -172,6 +172,7 @@ class Hybrid:
             (`linearize.attention.hybrid.fade`); None: it never fades.
         routed_blocks: blocks of keys outside the window that each query looks up and that get softmax weights
             (`linearize.ops.routed`): "K:B" for blocks of B keys; K becomes "K:`BLOCK_SIZE`".
+        routed_heads: the query heads that look blocks up; () for all.
     """
 
     window: int | None = None
@@ -181,6 +182,7 @@ class Hybrid:
     softmax_heads: tuple[int, ...] = ()
     trained_length: int | None = None
     routed_blocks: str | int = ""
+    routed_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Write K as "K:B", so that no file depends on today's default."""

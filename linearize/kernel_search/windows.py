@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from linearize.attention.factory import state_bytes
 from linearize.attention.interface import observed
 from linearize.attention.layer import LinearAttention
-from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
+from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts, without
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Started, ignore
@@ -65,7 +65,9 @@ def choices_of(layer: LayerPlan) -> dict[str, LayerPlan]:
     blocks, size = hybrid.blocks
     if blocks:
         counts = [max(1, round(factor * blocks)) if factor else 0 for factor in BLOCKS]
-        alone = [replace(hybrid, routed_blocks=f"{count}:{size}" if count else "") for count in counts]
+        alone = [
+            replace(hybrid, routed_blocks=f"{count}:{size}") if count else without(hybrid, ROUTED) for count in counts
+        ]
         beside = alone
     else:
         alone = [replace(hybrid, window=max(1, round(factor * hybrid.window)), exact_keys=0) for factor in WINDOWS]
@@ -88,8 +90,9 @@ def read_bytes(layer: LayerPlan, dtype: torch.dtype) -> int:
         dtype: type of the model's keys and values.
     """
     (blocks, size), shape = layer.hybrid.blocks, layer.shape
-    near = replace(layer, hybrid=replace(layer.hybrid, routed_blocks=""))
-    looked_up = blocks * size * shape.heads * (shape.head_dim + shape.value_dim)
+    near = replace(layer, hybrid=without(layer.hybrid, ROUTED))
+    heads = len(layer.hybrid.routed_heads) or shape.heads
+    looked_up = blocks * size * heads * (shape.head_dim + shape.value_dim)
     return state_bytes(*near.mixer, dtype=dtype) + looked_up * dtype.itemsize
 
 

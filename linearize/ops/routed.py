@@ -89,10 +89,28 @@ class Memory(NamedTuple):
         held[2].scatter_(3, index.expand_as(k).mT, k.mT.to(held[2].dtype))
         return cls(held[0], held[1], held[2], state["tokens"] + count)
 
+    def of_heads(self, heads: list[int]) -> Memory:
+        """Return the memory of some key heads."""
+        return Memory(self.k[:, heads], self.v[:, heads], self.channels[:, heads], self.tokens)
+
+    def among(self, key_heads: int, heads: list[int]) -> Memory:
+        """Return a memory of all key heads, with zeros for those that are not among `heads`, of which this one is."""
+        if len(heads) == key_heads:
+            return self
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros(len(x), key_heads, *x.shape[2:]).index_copy(1, _index(heads, x), x)
+
+        return Memory(spread(self.k), spread(self.v), spread(self.channels), self.tokens)
+
     def present(self) -> dict[str, Tensor]:
         """Return it as fields of `WindowState`, in one piece each: a step of the native op writes into them."""
         fields = {"all_k": self.k, "all_v": self.v, "channels": self.channels, "tokens": self.tokens}
         return {name: x.contiguous() for name, x in fields.items()}
+
+
+def _index(heads: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(heads, device=like.device)
 
 
 def with_room(state: dict[str, Tensor], new: int, size: int) -> dict[str, Tensor]:
@@ -138,10 +156,17 @@ def routed_parts(
     inexact = size > softmax[0].detach()[..., -1].log() + softmax[1] + math.log(LARGEST)
     rows = inexact.flatten(0, 1).any(dim=0).nonzero()[:, 0]
     if len(rows):
-        given = _all_mapped(given, memory.k)
+        given, before = _all_mapped(given, memory.k), linear
         rest = unchosen_sum(queries, given, memory, places, chosen, window, rows)
         linear = [_replaced(linear[0], rows, rest), *(_without(part, rows) for part in linear[1:])]
         less = _without(less, rows)
+        if own := window.routed_heads:
+            # The memory has no keys of the other heads, which take nothing out either.
+            index = _index(own, rows)
+            linear = [
+                (x.index_copy(1, index, new[:, own]), y.index_copy(1, index, level[:, own]))
+                for (x, y), (new, level) in zip(before, linear, strict=True)
+            ]
     return [*linear, softmax, (-less[0], less[1])]
 
 

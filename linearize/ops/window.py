@@ -20,6 +20,8 @@ divide the linear part by exp(m_i). Sinks are from Xiao et al. 2024, https://arx
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -154,13 +156,22 @@ class NearKeys:
         priority: [b, K, T], the keys' log-scales; there is no padding.
         k: [b, K, T, D], the keys, by which blocks are chosen; needed only with routed blocks.
         choose: chooses the routed blocks.
+        key_heads: [b * K], which of the layer's key heads the keys are of; by default 0 to K - 1 in every row.
     """
 
     def __init__(
-        self, window: Window, priority: Tensor, k: Tensor | None = None, choose: Choose = choose_blocks
+        self,
+        window: Window,
+        priority: Tensor,
+        k: Tensor | None = None,
+        choose: Choose = choose_blocks,
+        key_heads: Tensor | None = None,
     ) -> None:
         self.window, self.kept, self.channels, self.choose = window, None, None, choose
         slots, tokens = window.exact_keys, priority.shape[-1]
+        if key_heads is None and window.routed_heads:
+            key_heads = torch.arange(priority.shape[1], device=priority.device).repeat(priority.shape[0])
+        self.key_heads = key_heads
         if window.blocks:
             assert k is not None
             k = k.flatten(0, 1)[:, None]
@@ -187,7 +198,15 @@ class NearKeys:
         near = window.holds(distance) | (keys < window.sinks)
         if self.channels is not None:
             assert queries is not None
-            chosen = self.choose(queries, self.channels, places.expand(len(self.count), -1), self.count, window)
+            # Each key head is a row here.
+            every, rows = replace(window, routed_heads=()), places.expand(len(self.count), -1)
+            chosen = self.choose(queries, self.channels, rows, self.count, every)
+            if window.routed_heads:
+                assert self.key_heads is not None
+                groups = torch.arange(queries.shape[1], device=chosen.device)
+                heads = self.key_heads[:, None] * queries.shape[1] + groups
+                looks = torch.isin(heads, torch.tensor(window.routed_heads, device=heads.device))
+                chosen = chosen.masked_fill(~looks[..., None, None], -1)
             chosen = are_chosen(chosen, self.channels.shape[3] // window.block_size)
             return near | chosen.repeat_interleave(window.block_size, dim=3)[..., :seen]
         if self.kept is None:

@@ -227,9 +227,12 @@ def causal_parts(
     parts = [(mixed, queries.scale() + level), near]
     if window.blocks:
         size = window.block_size
-        memory = Memory.of(*keys[:2], count, size) if old is None else Memory.after(old, *keys[:2], count, size)
+        heads = window.remembered(queries.x.shape[1], keys.k.shape[1])
+        k, v = (keys.k[:, heads], keys.v[:, heads]) if window.routed_heads else keys[:2]
+        memory = Memory.of(k, v, count, size) if old is None else Memory.after(old, k, v, count, size)
         place = (memory.tokens - count)[:, None] + torch.arange(tokens, device=count.device)
-        parts = [near, *routed_parts(queries, given, memory, place, window, parts[:1], choose)]
+        every = memory.among(keys.k.shape[1], heads)
+        parts = [near, *routed_parts(queries, given, every, place, window, parts[:1], choose)]
         more |= memory.present()
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)
     return parts, WindowState(*after, *whole.taken(end), **more)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Window:
         exact_keys: number S of keys per head outside the window that also do (`linearize.ops.window_causal`).
         blocks: number of blocks of keys that each query looks up (`linearize.ops.routed`).
         block_size: keys per block; causally at most as many as the window has.
+        routed_heads: the query heads that look blocks up; () for all.
     """
 
     size: int
@@ -58,10 +59,15 @@ class Window:
     exact_keys: int = 0
     blocks: int = 0
     block_size: int = 8
+    routed_heads: tuple[int, ...] = ()
 
     def holds(self, distance: Tensor) -> Tensor:
         """Tell which keys are in the window of a query, given its place minus theirs [..., S]; later keys count too."""
         return distance < self.size if self.causal else distance.abs() <= self.size // 2
+
+    def remembered(self, heads: int, key_heads: int) -> list[int]:
+        """Return which of `key_heads` key heads are looked up, if there are `heads` query heads."""
+        return sorted({head // (heads // key_heads) for head in self.routed_heads or range(heads)})
 
 
 class Mapped(NamedTuple):
@@ -130,10 +136,10 @@ class WindowState(NamedTuple):
         kept_scale: [B, K, S] fp32, their log-scales.
         kept_mask: [B, S] bool, true at exact keys.
         kept_place: [B, K, S] fp32, their places; None too if features do not depend on them.
-        all_k: [B, K, N, D] all keys in order, then zeros; this and all below are None without routed blocks. N is a
-            multiple of the block size.
-        all_v: [B, K, N, V].
-        channels: [B, K, D, N], all keys by channel.
+        all_k: [B, M, N, D] all keys in order, then zeros, of the M key heads that are looked up (all, unless only some
+            heads look up); this and all below are None without routed blocks. N is a multiple of the block size.
+        all_v: [B, M, N, V].
+        channels: [B, M, D, N], all keys by channel.
     """
 
     kv: Tensor
@@ -331,6 +337,8 @@ def choose_blocks(q: Tensor, channels: Tensor, places: Tensor, count: Tensor, wi
     Returns:
         [B, H, R, n] int64, numbers of blocks in any order, -1 where there are too few candidates; n is at most K.
     """
+    if window.routed_heads:
+        return in_heads(choose_blocks, q, channels, places, count, window)
     (batch, heads, rows, _), size, found = q.shape, window.block_size, []
     blocks = channels.shape[3] // size
     step = max(1, CHOSEN_AT_ONCE // max(1, batch * heads * channels.shape[3]))
@@ -347,6 +355,16 @@ def choose_blocks(q: Tensor, channels: Tensor, places: Tensor, count: Tensor, wi
 
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Window], Tensor]
 """Does what `choose_blocks` does."""
+
+
+def in_heads(choose: Choose, q: Tensor, channels: Tensor, places: Tensor, count: Tensor, window: Window) -> Tensor:
+    """Return what `choose` returns for the heads that look up, and -1 in the others."""
+    own, group = list(window.routed_heads), q.shape[1] // channels.shape[1]
+    keys = channels[:, [head // group for head in own]]
+    found = choose(q[:, own], keys, places, count, replace(window, routed_heads=()))
+    chosen = found.new_full((*q.shape[:3], found.shape[3]), -1)
+    chosen[:, own] = found
+    return chosen
 
 
 def _highest(scores: Tensor, slots: int) -> Tensor:

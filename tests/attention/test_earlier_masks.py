@@ -74,8 +74,9 @@ def test_every_state_follows_or_refuses(info, arguments, direction, hybrid, wide
     # The mask changes after ten tokens; the window, the sinks and the exact keys may hold them all, routed blocks do.
     slots = sum(hybrid.get(name, 0) for name in ("window", "sinks", "exact_keys"))
     holds = slots >= 10 or ("block" in arguments and wide)
-    # Heads 0 and 3 read both key heads.
-    holds = holds or hybrid.get("softmax_heads") == (0, 3) or "routed_blocks" in hybrid
+    # Heads 0 and 3 read both key heads, and so do all.
+    routed = hybrid.get("routed_heads", (0, 3)) == (0, 3) and "routed_blocks" in hybrid
+    holds = holds or hybrid.get("softmax_heads") == (0, 3) or routed
     holds = (holds and crop == 0) or crop == 20
     if not holds:
         with pytest.raises(ConfigError, match="another mask for tokens that the generation cache has already seen"):

@@ -41,11 +41,13 @@ def softmax(q, k, v, causal):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("heads", [(), (1,), (0, 2, 3)], ids=["all", "one", "three"])
 @pytest.mark.parametrize("blocks", ["2:3", "6:1"])
 @torch.no_grad()
-def test_weights_are_the_written_out_ones(blocks, direction, layout):
+def test_weights_are_the_written_out_ones(blocks, heads, direction, layout):
     """Blocks are counted without padding, and each query head of a group chooses its own."""
-    mixer, mask = stirred(HEDGEHOG, {}, direction, **ROUTED | {"routed_blocks": blocks}), mask_of(layout)
+    mixer = stirred(HEDGEHOG, {}, direction, **ROUTED | {"routed_blocks": blocks, "routed_heads": heads})
+    mask = mask_of(layout)
     q, k, v = make_inputs(TOKENS)
     got = run(mixer, q, k, v, mask)[0]
     for row, real in enumerate(mask):
@@ -73,9 +75,10 @@ def test_all_blocks_are_softmax(direction, blocks):
 @pytest.mark.parametrize("sinks", [0, 2, 3, 7])
 @pytest.mark.parametrize("window", [4, 7])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(), (1, 2)], ids=["all", "some"])
 @torch.no_grad()
-def test_the_longest_exact_row(causal, window, sinks):
-    hybrid = {**ROUTED, "window": window, "sinks": sinks}
+def test_the_longest_exact_row(heads, causal, window, sinks):
+    hybrid = {**ROUTED, "window": window, "sinks": sinks, "routed_heads": heads}
     mixer = stirred(HEDGEHOG, {}, "causal" if causal else "bidirectional", **hybrid)
     longest = exact_tokens(Hybrid(**hybrid), causal)
     inputs = make_inputs(longest)
@@ -255,6 +258,12 @@ def test_packed_documents_are_rows():
     ("hybrid", "message"),
     [
         ({"routed_blocks": 4}, "routed-blocks: got 4:1 without a window, expected both"),
+        ({"window": 8, "routed_heads": (1,)}, r"routed-heads: got \[1\] without routed blocks"),
+        ({"window": 8, "routed_blocks": 2, "routed_heads": (1, 4)}, r"routed-heads: got \[1, 4\], expected numbers of"),
+        (
+            {"window": 8, "routed_blocks": 2, "routed_heads": (1, 2), "softmax_heads": (2,)},
+            "routed-heads: got head 2, which keeps softmax",
+        ),
         (
             {"window": 4, "routed_blocks": "4:8"},
             "routed-blocks: got blocks of 8 keys with a window of 4",

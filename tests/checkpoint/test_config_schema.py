@@ -63,6 +63,7 @@ ADDITIONS = {
     "softmax_heads": (1,),
     "trained_length": 6,
     "routed_blocks": 2,
+    "routed_heads": (0, 2),
 }
 BAD = {
     "causal": ["x", "", "true", "false", 0, 1, 1e308, None, [None], [], {}],
@@ -122,12 +123,13 @@ def test_a_wrong_value_in_the_section_is_refused(field, saved):
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_a_part_is_written_in_the_first_format_that_means_the_same(part, tmp_path):
     """What an earlier version meant by the value would be computed in another way without a word."""
-    values = {"window": 3, "scale": "linear", part.name: ADDITIONS[part.name]}
+    needs = {"routed_blocks": 2} if part.name == "routed_heads" else {}
+    values = {"window": 3, "scale": "linear", **needs, part.name: ADDITIONS[part.name]}
     model = converted("gpt2", window=3, scale="linear")
     change_hybrids(model, {x.module: Hybrid(**values) for x in Plan.from_dict(model.config.linearize).converted})
     linearize.save(model, tmp_path / "saved")
     section = read(tmp_path / "saved")["linearize"]
-    assert section["format_version"] == part.since
+    assert section["format_version"] == (2 if needs else part.since)
     assert Plan.from_dict(check_section(section)).converted[0].hybrid == Hybrid(**values)
     if part.since > 1:
         with pytest.raises(CheckpointError, match=f"got {part.option} in format version 1.* convert the model again"):

@@ -30,6 +30,7 @@ ADDITIONS = {
     "softmax_heads": [{"softmax_heads": heads} for heads in ((1,), (0, 1), (0, 3), (1, 2, 3))]
     + [{**WINDOW, "softmax_heads": (0, 1, 2)}],
     "routed_blocks": [{**WINDOW, "routed_blocks": "2:3"}, {**WINDOW, "sinks": 3, "routed_blocks": "1:2"}],
+    "routed_heads": [{**WINDOW, "routed_blocks": "2:2", "routed_heads": heads} for heads in ((1,), (0, 3))],
     "trained_length": [{**WINDOW, "trained_length": 6}, {**WINDOW, "exact_keys": 2, "trained_length": 3}],
 }
 """Values of every addition of a layer."""

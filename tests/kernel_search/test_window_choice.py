@@ -95,6 +95,8 @@ def test_what_a_layer_with_routed_blocks_can_become():
     assert labels[0] == "hedgehog:window=8:routed_blocks=4:2"
     assert sorted(labels) == sorted(f"{kernel}:window=8{count}" for kernel in ("hedgehog", "none") for count in counts)
     assert len(choices_of(layer("none", window=8, routed_blocks="4:2"))) == len(counts)
+    some = choices_of(layer("none", window=8, routed_blocks="4:2", routed_heads=(1, 2)))
+    assert [choice.hybrid.routed_heads for choice in some.values()].count((1, 2)) == len(some) - 1 == len(counts) - 1
 
 
 def test_the_price_of_looked_up_keys_is_their_bytes():
@@ -103,6 +105,8 @@ def test_the_price_of_looked_up_keys_is_their_bytes():
     assert read_bytes(plain, torch.bfloat16) == state_bytes(*plain.mixer, dtype=torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         assert read_bytes(routed, dtype) - read_bytes(plain, dtype) == 4 * 8 * (6 + 8) * dtype.itemsize
+        one = layer("none", window=8, routed_blocks="4:2", routed_heads=(2,))
+        assert read_bytes(one, dtype) - read_bytes(plain, dtype) == 8 * (6 + 8) * dtype.itemsize
 
 
 def uneven():

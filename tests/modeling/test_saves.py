@@ -18,7 +18,7 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.fingerprint import check_same, fingerprint, kernels_of
 from linearize.checkpoint.loading import load_processor
-from linearize.conversion.plan import set_trained_length
+from linearize.conversion.plan import change_hybrids, set_trained_length
 from linearize.core.errors import CheckpointError
 from linearize.core.registry import HYBRID
 from linearize.modeling.model import check_checkpoint
@@ -42,11 +42,19 @@ VALUES = {
     "softmax_heads": {0: (1,), 1: (0, 3)},
     "trained_length": 6,
     "routed_blocks": "2:2",
+    "routed_heads": (0, 3),
 }
 
 
 def model_of(name="llama", head=CAUSAL, **options):
-    return stir(converted(name, head, **FADING | options))
+    routed = options.pop("routed_heads", ())
+    model = converted(name, head, **FADING | options | ({"routed_blocks": VALUES["routed_blocks"]} if routed else {}))
+    layers = Plan.from_dict(model.config.linearize).converted
+    if routed:
+        change_hybrids(
+            model, {layer.module: dataclasses.replace(layer.hybrid, routed_heads=routed) for layer in layers}
+        )
+    return stir(model)
 
 
 def lengths(model):

@@ -27,6 +27,9 @@ def tokens(count, **options):
     return [x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2) for x in exact]
 
 
+SOME_HEADS = pytest.mark.parametrize("heads", [(), (1,), (0, 2, 3)], ids=["all", "one", "three"])
+
+
 @torch.no_grad()
 def both_ways(switch, mixer, inputs, mask=None):
     found = []
@@ -51,9 +54,11 @@ def rounding(mixer, inputs, mask, out):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(("window", "sinks", "blocks"), [(4, 2, "2:3"), (8, 0, "34"), (40, 13, "3:40"), (9, 5, "7:1")])
 @pytest.mark.parametrize(("name", "args"), [*CASES, ("none", {})])
+@SOME_HEADS
 @pytest.mark.sampled("values")
-def test_equals_the_ops_in_pytorch(switch, name, args, blocks, sinks, window, masked, key_heads, causal):
-    mixer = learned(name, args, causal=causal, key_heads=key_heads, window=window, sinks=sinks, routed_blocks=blocks)
+def test_equals_the_ops_in_pytorch(switch, name, args, blocks, sinks, window, masked, key_heads, causal, heads):
+    form = {"window": window, "sinks": sinks, "routed_blocks": blocks, "routed_heads": heads}
+    mixer = learned(name, args, causal=causal, key_heads=key_heads, **form)
     for count in LENGTHS:
         mask = padding(count) if masked else None
         inputs = tokens(count, key_heads=key_heads)
@@ -117,9 +122,11 @@ def same_states(after, wanted):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(("window", "sinks", "blocks"), [(4, 2, "2:3"), (8, 0, "34"), (20, 13, "3:20"), (9, 5, "7:1")])
 @pytest.mark.parametrize(("name", "args"), [*CASES, ("none", {})])
+@SOME_HEADS
 @pytest.mark.sampled("values")
-def test_steps_equal_those_of_pytorch(switch, watch, name, args, blocks, sinks, window, masked, key_heads):
-    mixer = learned(name, args, causal=True, key_heads=key_heads, window=window, sinks=sinks, routed_blocks=blocks)
+def test_steps_equal_those_of_pytorch(switch, watch, name, args, blocks, sinks, window, masked, key_heads, heads):
+    form = {"window": window, "sinks": sinks, "routed_blocks": blocks, "routed_heads": heads}
+    mixer = learned(name, args, causal=True, key_heads=key_heads, **form)
     if not mixer.positive:
         pytest.skip("negative weights are not subtracted")
     inputs, mask = tokens(90, key_heads=key_heads), padding(90) if masked else None
@@ -229,10 +236,13 @@ def gradients(mixer, inputs, mask):
 @pytest.mark.parametrize(("window", "sinks", "blocks"), [(4, 2, "2:3"), (8, 0, "5"), (40, 13, "3:40"), (9, 5, "7:1")])
 @pytest.mark.parametrize("scale", ["none", "linear"])
 @pytest.mark.parametrize(("name", "args"), [("hedgehog", {}), ("t2r", {}), ("none", {})])
+@SOME_HEADS
 @pytest.mark.sampled("values")
-def test_gradients_equal_those_of_pytorch(switch, name, args, scale, blocks, sinks, window, masked, key_heads, causal):
+def test_gradients_equal_those_of_pytorch(
+    switch, name, args, scale, blocks, sinks, window, masked, key_heads, causal, heads
+):
     scale = "none" if name == "none" else scale
-    form = {"window": window, "sinks": sinks, "routed_blocks": blocks, "scale": scale}
+    form = {"window": window, "sinks": sinks, "routed_blocks": blocks, "routed_heads": heads, "scale": scale}
     mixer = learned(name, args, causal=causal, key_heads=key_heads, **form)
     if scale != "none":
         # As after training, the kernel's weights are no larger than softmax's, or gradients are their rounding alone.

@@ -123,6 +123,8 @@ ADDITIONS = {
     "all of them": {"window": 5, "sinks": 1, "scale": "linear", "exact_keys": 3, "softmax_heads": (1,)},
     "routed blocks": {"window": 5, "sinks": 3, "routed_blocks": "6:1"},
     "all with routed blocks": {**WITH_ROUTED, "softmax_heads": (2,), "trained_length": 12},
+    "routed heads": {"window": 5, "sinks": 2, "routed_blocks": "4:1", "routed_heads": (1,)},
+    "all with routed heads": {**WITH_ROUTED, "softmax_heads": (2,), "routed_heads": (0, 3), "trained_length": 12},
     "fading": {"window": 5, "scale": "linear", "softmax_heads": (2,), "trained_length": 12},
 }
 """What a layer may add to its kernel, and what is joined with each other."""

@@ -159,7 +159,8 @@ def near_keys(mixer: Any, exponents: Tensor, visible: Tensor, scores: Tensor) ->
             rest = [j for j in seen if j >= hybrid.sinks and not (causal and j in window)]
             best = sorted(rest, key=(-row).tolist().__getitem__)[: hybrid.exact_keys]
             near[head, i, [j for j in seen if j < hybrid.sinks] + best] = True
-            near[head, i, looked_up(hybrid, set(seen) - set(window), scores[head, i])] = True
+            if head in (hybrid.routed_heads or range(len(exponents))):
+                near[head, i, looked_up(hybrid, set(seen) - set(window), scores[head, i])] = True
     return near
 
 

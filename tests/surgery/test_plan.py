@@ -12,7 +12,9 @@ import linearize
 from linearize.attention.interface import linear_attentions
 from linearize.conversion.layers import ConversionConfig
 from linearize.conversion.plan import expectations
+from linearize.conversion.plan_file import apply_file, read_plan, write_plan
 from linearize.core.errors import ConfigError, LinearizeError, UnknownNameError, UnsupportedModelError
+from linearize.modeling.plan import Plan
 
 KERNELS = ["hedgehog", "flexformer_s", "flexformer_n"]
 EXPECTED = {
@@ -350,10 +352,20 @@ def test_cross_attention_of_equal_lengths_stays():
     assert kept == {f"decoder.layers.{i}.encoder_attn": "cross-attention" for i in range(2)}
 
 
-def test_sinks_are_in_the_plan_and_its_file(tmp_path):
-    from linearize.conversion.plan_file import apply_file, read_plan, write_plan
-    from linearize.modeling.plan import Plan
+def test_heads_that_look_up_are_in_the_plan_and_its_file(tmp_path):
+    model, more = original("gpt2", "AutoModelForCausalLM"), {"window": 8, "routed_blocks": "2:4"}
+    layers = {0: ("hedgehog", {**more, "routed_heads": (1, 3)}), 1: ("hedgehog", {**more, "routed_heads": "0+2"})}
+    plan = linearize.plan(model, "elu", layers=layers)
+    assert [layer.hybrid.routed_heads for layer in plan.converted][:2] == [(1, 3), (0, 2)]
+    assert Plan.from_dict(plan.to_dict()) == plan
+    write_plan(tmp_path / "plan.yaml", plan)
+    assert "routed_heads:\n  - 1\n  - 3\n" in (tmp_path / "plan.yaml").read_text()
+    assert apply_file(model, linearize.plan(model, "elu"), read_plan(tmp_path / "plan.yaml")) == plan
+    with pytest.raises(ConfigError, match="routed-heads: got head 3, which keeps softmax"):
+        linearize.plan(model, "elu", layers=layers, softmax_heads={0: [3]})
 
+
+def test_sinks_are_in_the_plan_and_its_file(tmp_path):
     model = original("gpt2", "AutoModelForCausalLM")
     plan = linearize.plan(model, "hedgehog", window=8, sinks=4)
     assert [(layer.hybrid.window, layer.hybrid.sinks) for layer in plan.converted] == [(8, 4)] * len(plan.converted)

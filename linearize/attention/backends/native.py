@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,8 @@ class Native:
                 if blocks[0]:
                     state = with_room(state, 1, blocks[1])
                 options = {"scaling": call.scaling, "eps": mixer.eps, "mask": mask, "blocks": blocks}
+                if mixer.hybrid.routed_heads:
+                    options["looks"] = _looks(mixer.hybrid.routed_heads, mixer.shape.heads)
                 return native.window_step(maps, inputs, state, **options), state
             return native.step(maps, *inputs, (state["kv"], state["log_scale"]), eps=mixer.eps, mask=mask), state
         apart = absurd_apart(call.v, mask, call.q.shape[1]) if mixer.shape.causal else None
@@ -83,6 +86,12 @@ class Native:
             return out.to(v.dtype)
 
         return attend_with_gradient(maps_of(mixer), *inputs, fallback, options), None
+
+
+@functools.cache
+def _looks(heads: tuple[int, ...], count: int) -> Tensor:
+    """Tell which of `count` query heads look blocks up, [H] bool."""
+    return torch.tensor([head in heads for head in range(count)], device="cpu")
 
 
 def padding_last(call: AttentionCall) -> tuple[AttentionCall, Tensor | None]:
@@ -150,6 +159,8 @@ def _attend_routed(
     if not call.needs_state or not form.causal:
         return out, None
     past = State(near.kv, near.log_scale)
+    if form.routed_heads:
+        memory = memory.of_heads(form.remembered(q.shape[1], k.shape[1]))
     return out, state_after(k, v, real, form, past).present() | memory.present()
 
 

@@ -22,6 +22,7 @@ from linearize.attention.native.options import Attended, Attending, AttendOption
 from linearize.attention.native.structures import NO_STATES, Back, Maps, WindowBuffers, call, masks, packed
 from linearize.kernels.base import MAP_WEIGHTS, MapSpec
 from linearize.ops import Mapped, Window
+from linearize.ops.window_parts import in_heads
 
 LANES = 16
 """Rows of the window gradient's arrays are padded to a multiple of this, which is whole vectors on every processor."""
@@ -346,6 +347,8 @@ class Engine:
         tensors = {"q": q.float(), "channels": channels, "places": places, "count": count}
         tensors = {name: x.contiguous() for name, x in tensors.items()}
         (batch, heads, rows, size), (_, key_heads, _, keys) = q.shape, channels.shape
+        if form.routed_heads:
+            return in_heads(self.choose, q, channels, places, count, form)
         blocks = keys // form.block_size
         slots = min(form.blocks, blocks)
         tensors["chosen"] = torch.empty(batch, heads, rows, slots, dtype=torch.int64)
@@ -374,12 +377,14 @@ class Engine:
         eps: float,
         mask: Tensor | None = None,
         blocks: tuple[int, int] = (0, 0),
+        looks: Tensor | None = None,
     ) -> Tensor:
         """Attend from one more token, T = 1, with a softmax window, and update the state's tensors in place.
 
         Shapes as in `step`; `inputs` are q, k and v, and `state` has the fields of `linearize.ops.WindowState`. Weights
         are not rounded. A padding token changes nothing, and its output is zero. `blocks` are the number and the size
-        of the blocks of keys that a query looks up; the state must have room for one more key then.
+        of the blocks of keys that a query looks up, in the heads where `looks` [H] (bool; None: all) is true; the state
+        must have room for one more key then.
 
         Raises:
             MemoryError: if there is not enough memory; the state is then unchanged.
@@ -394,6 +399,7 @@ class Engine:
         if blocks[0]:
             buffers.blocks, buffers.block = blocks
             buffers.keys = state["all_k"].size(2)
+            buffers.looks = None if looks is None else looks.data_ptr()
         before = (mask, None, None, None, None, state["kv"], state["log_scale"])
         data = call(maps, q, k, v, out, before, (eps, self.threads, True))
         self._run("window_step", data, byref(buffers))

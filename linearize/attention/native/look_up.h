@@ -10,12 +10,29 @@
 #define LARGEST 30.0f /* most that is subtracted, times the sum of the row: see linearize/ops/routed.py */
 #define AHEAD 8 /* keys are fetched this many keys before they are read: the processor cannot predict their places */
 
-/* All keys of a state. */
+/* All keys of a state, of the M key heads whose queries look up. */
 typedef struct {
     int64_t blocks, block, keys; /* looked up per query, keys per block, and places for keys */
-    char *all_k, *all_v;         /* [B, K, keys, D] and [B, K, keys, V], in the types of k and v */
-    char *channels;              /* [B, K, D, keys] */
+    char *all_k, *all_v;         /* [B, M, keys, D] and [B, M, keys, V], in the types of k and v */
+    char *channels;              /* [B, M, D, keys] */
+    const uint8_t *looks;        /* [H], whether a query head looks up; null if all do */
 } memory_t;
+
+/* The memory of key head n, counted over all rows; its `blocks` are 0 if it has none. */
+INLINE memory_t memory_of(const call_t *c, const memory_t *all, long n) {
+    memory_t m = *all;
+    if (!m.blocks) return m;
+    long group = c->heads / c->key_heads, before = 0, heads = 0;
+    for (long h = 0; h < c->key_heads; h++) {
+        int any = !m.looks || memchr(m.looks + h * group, 1, group);
+        if (h == n % c->key_heads) before = heads, m.blocks = any ? m.blocks : 0;
+        heads += any;
+    }
+    long at_head = (n / c->key_heads * heads + before) * m.keys, size = c->keys.size * type_size(c->type);
+    m.all_k += at_head * size, m.channels += at_head * size;
+    m.all_v += at_head * c->value_size * type_size(c->value_type);
+    return m;
+}
 
 /* A thread's arrays: features and the numbers of one query, the blocks that it has chosen, the keys that it looks up in
    order, their weights, and the sums of the linear part. */
@@ -52,14 +69,13 @@ INLINE long look_up_size(const call_t *c, const choice_t *choice) {
     return choice->blocks ? look_up_at(c, choice, 0).choice.held - (float *)0 + padded(choice_buffers_size(choice)) : 0;
 }
 
-/* Write the head's new token to its place in the memory. */
-static void remember(const call_t *c, const memory_t *m, long n, long place, const void *k, const void *v) {
-    long bytes = type_size(c->type), size = c->keys.size, to = n * m->keys + place;
-    long v_bytes = c->value_size * type_size(c->value_type);
-    memcpy(m->all_k + to * size * bytes, k, size * bytes);
-    memcpy(m->all_v + to * v_bytes, v, v_bytes);
+/* Write the head's new token to its place in its memory. */
+static void remember(const call_t *c, const memory_t *m, long place, const void *k, const void *v) {
+    long bytes = type_size(c->type), size = c->keys.size, v_bytes = c->value_size * type_size(c->value_type);
+    memcpy(m->all_k + place * size * bytes, k, size * bytes);
+    memcpy(m->all_v + place * v_bytes, v, v_bytes);
     for (long d = 0; d < size; d++)
-        memcpy(m->channels + ((n * size + d) * m->keys + place) * bytes, (const char *)k + d * bytes, bytes);
+        memcpy(m->channels + (d * m->keys + place) * bytes, (const char *)k + d * bytes, bytes);
 }
 
 /* Choose for the query at a place, its numbers being in `query`; returns how many keys it looks up. */
@@ -110,7 +126,7 @@ static void add_found(const call_t *c, const char *values, long count, const loo
    log-scale is written to `scale`. */
 static float map_key(const call_t *c, const memory_t *m, long n, long place, const token_buffers_t *tokens,
                      const look_up_t *f, float *scale) {
-    long size = c->keys.size, from = (n * m->keys + place) * size;
+    long size = c->keys.size, from = place * size;
     for (long d = 0; d < size; d++) tokens->x[d] = number(m->all_k, c->type, from + d) * c->keys.scale;
     map_tokens(c, &c->keys, n % c->key_heads, tokens, 1, scale);
     *scale += learned_scale(&c->keys, n % c->key_heads, at(m->all_k, c->type, from), c->type);
@@ -121,7 +137,6 @@ static float map_key(const call_t *c, const memory_t *m, long n, long place, con
    level, without the query's. */
 static float sum_up_others(const call_t *c, const memory_t *m, const choice_t *choice, long n, long place, long count,
                            const token_buffers_t *tokens, const look_up_t *f) {
-    const void *values = at(m->all_v, c->value_type, n * m->keys * c->value_size);
     float top = FLOOR, scale;
     memset(f->sums, 0, (c->value_size + 1) * sizeof(float));
     for (long j = choice->sinks, i = 0; place - j >= choice->window; j++) {
@@ -133,7 +148,7 @@ static float sum_up_others(const call_t *c, const memory_t *m, const choice_t *c
             for (long d = 0; d <= c->value_size; d++) f->sums[d] *= factor;
             top = scale;
         }
-        add_value(c, values, j, product * expf(scale - top), f->sums);
+        add_value(c, m->all_v, j, product * expf(scale - top), f->sums);
     }
     return top;
 }
@@ -142,12 +157,11 @@ static float sum_up_others(const call_t *c, const memory_t *m, const choice_t *c
    row's softmax weights sum up to exp(exact), relative to the query's log-scale. Returns the level of the part. */
 static float take_out_found(const call_t *c, const memory_t *m, const choice_t *choice, long n, long place, long count,
                             float exact, const token_buffers_t *tokens, const look_up_t *f, float *linear) {
-    const void *values = at(m->all_v, c->value_type, n * m->keys * c->value_size);
     float level = c->log_scale[n], scale;
     memset(f->sums, 0, (c->value_size + 1) * sizeof(float));
     for (long i = 0; i < count; i++) {
         float product = map_key(c, m, n, f->found[i], tokens, f, &scale);
-        add_value(c, values, f->found[i], product * expf(scale - level), f->sums);
+        add_value(c, m->all_v, f->found[i], product * expf(scale - level), f->sums);
     }
     if (logf(f->sums[c->value_size]) + level > exact + logf(LARGEST)) {
         level = sum_up_others(c, m, choice, n, place, count, tokens, f);

@@ -71,7 +71,7 @@ class WindowBuffers(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tops", "row_sums", "priority", "until")),
         # Its `memory_t` of look_up.h.
         *((name, ctypes.c_int64) for name in ("blocks", "block", "keys")),
-        *((name, ctypes.c_void_p) for name in ("all_k", "all_v", "channels")),
+        *((name, ctypes.c_void_p) for name in ("all_k", "all_v", "channels", "looks")),
     ]
 
 

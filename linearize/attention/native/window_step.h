@@ -183,14 +183,14 @@ static float take_leaving(const call_t *c, const window_t *w, long n, const toke
 }
 
 /* Add the head's new token, also to the sinks if it is one of the first. */
-static void take_up(const call_t *c, const window_t *w, long n, long place) {
+static void take_up(const call_t *c, const window_t *w, const memory_t *memory, long n, long place) {
     long b = n / c->key_heads, h = n % c->key_heads;
     long k_bytes = c->keys.size * type_size(c->type), v_bytes = c->value_size * type_size(c->value_type);
     const void *k = token_at(c->k, c->type, c->k_stride, b, h, 0), *v = token_at(c->v, c->value_type, c->v_stride, b, h, 0);
     long empty = empty_rows(w, b), skip = empty ? empty - 1 : 0, first = n * w->size + skip, count = w->size - skip;
     push(w->ring_k + first * k_bytes, count, k_bytes, k);
     push(w->ring_v + first * v_bytes, count, v_bytes, v);
-    if (w->memory.blocks) remember(c, &w->memory, n, place, k, v);
+    if (memory->blocks) remember(c, memory, place, k, v);
     if (place >= w->sinks) return;
     memcpy(w->sink_k + (n * w->sinks + place) * k_bytes, k, k_bytes);
     memcpy(w->sink_v + (n * w->sinks + place) * v_bytes, v, v_bytes);
@@ -217,7 +217,8 @@ static void window_step_head(const call_t *c, const window_t *w, const choice_t 
         return;
     }
     decay = take_leaving(c, w, n, tokens, f);
-    take_up(c, w, n, place);
+    const memory_t m = memory_of(c, &w->memory, n);
+    take_up(c, w, &m, n, place);
     look(w, b, place, visible);
     const char *k = w->ring_k + n * w->size * c->keys.size * type_size(c->type);
     const char *values = w->ring_v + n * w->size * v * type_size(c->value_type);
@@ -225,10 +226,7 @@ static void window_step_head(const call_t *c, const window_t *w, const choice_t 
     const char *sink_v = w->sinks ? w->sink_v + n * w->sinks * v * type_size(c->value_type) : 0;
     const char *kept_k = w->exact_keys ? w->kept_k + n * w->exact_keys * c->keys.size * type_size(c->type) : 0;
     const char *kept_v = w->exact_keys ? w->kept_v + n * w->exact_keys * v * type_size(c->value_type) : 0;
-    const memory_t *m = &w->memory;
     const look_up_t *look_up = &f->look_up;
-    const char *all_k = m->blocks ? at(m->all_k, c->type, n * m->keys * c->keys.size) : 0;
-    const char *all_v = m->blocks ? at(m->all_v, c->value_type, n * m->keys * v) : 0;
     for (long g = 0; g < group; g++) {
         long head = h * group + g;
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, c->queries.scale, tokens->x);
@@ -241,24 +239,24 @@ static void window_step_head(const call_t *c, const window_t *w, const choice_t 
         decay = 1.0f;
         memset(f->value, 0, (v + 1) * sizeof(float));
         long found = 0;
-        if (m->blocks) {
+        if (m.blocks && (!m.looks || m.looks[head])) {
             memcpy(look_up->phi, tokens->phi, c->features * sizeof(float));
             token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, 1.0f, look_up->query);
-            found = find_keys(choice, at(m->channels, c->type, n * m->keys * c->keys.size), place, look_up);
+            found = find_keys(choice, m.channels, place, look_up);
         }
         token(c, c->q, c->type, c->q_stride, b, head, c->keys.size, w->scaling, f->query);
         float top = scores_of(c, k, visible, w->size, f->query, f->weights, FLOOR), level = c->log_scale[n];
         top = scores_of(c, sink_k, visible + w->size, w->sinks, f->query, f->weights + w->size, top);
         top = scores_of(c, kept_k, visible + kept_at, w->exact_keys, f->query, f->weights + kept_at, top);
-        if (found) top = scores_of_found(c, all_k, found, f->query, look_up, top);
+        if (found) top = scores_of_found(c, m.all_k, found, f->query, look_up, top);
         memset(f->exact, 0, (v + 1) * sizeof(float));
         add_values(c, values, visible, w->size, f->weights, top, f->exact);
         add_values(c, sink_v, visible + w->size, w->sinks, f->weights + w->size, top, f->exact);
         add_values(c, kept_v, visible + kept_at, w->exact_keys, f->weights + kept_at, top, f->exact);
         if (found) {
-            add_found(c, all_v, found, look_up, top, f->exact);
+            add_found(c, m.all_v, found, look_up, top, f->exact);
             float exact = top + logf(f->exact[v]) - scale;
-            level = take_out_found(c, m, choice, n, place, found, exact, tokens, look_up, f->linear);
+            level = take_out_found(c, &m, choice, n, place, found, exact, tokens, look_up, f->linear);
         }
         join_parts(f->exact, top, f->linear, scale + level, v + 1);
         write_row(c, f->exact, f->exact[v], c->eps, b, head, 0);

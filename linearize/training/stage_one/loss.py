@@ -175,7 +175,7 @@ class _Walk:
 
     def piece(self, q: Tensor, k: Tensor, features: list[Tensor | None], places: Tensor) -> list[Tensor | None]:
         """Walk batch entries without padding, [b, H, R, ...] and [b, K, S, ...]; return the gradients of `features`."""
-        groups = q.shape[1] // k.shape[1]
+        groups, heads = q.shape[1] // k.shape[1], torch.arange(k.shape[1], device=k.device).repeat(k.shape[0])
         phi_q, query_scale = (None if x is None else _grouped(x, groups) for x in features[:2])
         phi_k, log_scale = (None if x is None else x.flatten(0, 1) for x in features[2:])
         assert phi_q is not None and phi_k is not None
@@ -193,6 +193,9 @@ class _Walk:
         pairs = max(1, self.limit // max(1, groups * count * tokens))
         for start in range(0, len(k), pairs):
             part = slice(start, start + pairs)
+            near = None
+            if self.window is not None:
+                near = NearKeys(self.window, priority[None, part], k[None, part], chooser(k), heads[part])
             unit = _Unit(
                 q[part].float() * self.scaling,
                 k[part].float(),
@@ -200,7 +203,7 @@ class _Walk:
                 phi_k[part],
                 None if query_scale is None else query_scale[part],
                 None if log_scale is None else log_scale[part],
-                None if self.window is None else NearKeys(self.window, priority[None, part], k[None, part], chooser(k)),
+                near,
                 None if left_out is None else left_out[part],
                 grad_q[part],
                 grad_k[part],
