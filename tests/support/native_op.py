@@ -1,10 +1,13 @@
-"""Fixtures: the native op, compiled once for the tests, into a cache of their own.
+"""Fixtures: the native op, compiled once for the tests of this code and processor, into a cache of their own.
 
 `LINEARIZE_TEST_FLAGS` stands for `-march=native`: "-mavx2 -mfma" or "-msse2" compile what other processors get
 (for test_attention.py, test_features.py and test_gradients.py: processes of their own do not know of it).
 """
 
+import getpass
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -18,14 +21,13 @@ if flags := os.environ.get("LINEARIZE_TEST_FLAGS"):
 
 
 @pytest.fixture(scope="session")
-def native_cache(tmp_path_factory):
+def native_cache():
     if compiler() is None:
         pytest.skip("no C compiler")
-    # The workers of one run share it: it takes a while to compile.
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "native-cache"
+    # Workers and later runs share it: it takes a while to compile. The name of the record says what is compiled.
+    folder = Path(tempfile.gettempdir(), f"linearize-{getpass.getuser()}-{locate.record_file().stem}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch, FileLock(f"{folder}.lock"):
+    with pytest.MonkeyPatch.context() as patch, FileLock(folder / "lock"):
         patch.setenv("XDG_CACHE_HOME", str(folder))
         if not any(folder.rglob("*.so")):
             build()
