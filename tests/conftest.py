@@ -21,8 +21,6 @@ os.environ.pop("LINES", None)
 import jinja2
 import pytest
 
-# No file of a test outlives the machine: a sync checks the descriptor and waits for no disk.
-os.fsync = os.fstat
 # Until all is collected, garbage is not searched for.
 gc.disable()
 
@@ -36,11 +34,23 @@ def pytest_configure(config):
     import torch
 
     torch.set_num_threads(int(os.environ.get("LINEARIZE_TEST_THREADS", "1")))
+    for name in ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_", "zeros_", "ones_"):
+        setattr(torch.nn.init, name, _not_on_meta(getattr(torch.nn.init, name)))
     for device in (torch.cuda, torch.mtia, torch.xpu):
         if not device.is_available():
             # A seed for a device that is not there would write down the whole stack, each time.
             device.manual_seed_all = lambda seed: None
     config.pluginmanager.import_plugin("support.native_op")
+
+
+def _not_on_meta(fill):
+    """Leave weights on the meta device alone: to draw numbers that are not kept takes longer than to build a model."""
+
+    @functools.wraps(fill)
+    def filled(tensor, *args, **options):
+        return tensor if tensor.is_meta else fill(tensor, *args, **options)
+
+    return filled
 
 
 def pytest_collection_modifyitems(items):
@@ -56,9 +66,11 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Leave what was imported and collected out of later searches for garbage: each trainer starts a full one."""
+    from support import forks
+
     gc.enable()
     gc.collect()
-    gc.freeze()
+    forks.settle()
     # Each trainer starts a search of everything; what is young is most of what it would find.
     full = gc.collect
     gc.collect = lambda generation=1: full(generation)
