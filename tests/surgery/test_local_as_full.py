@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from inspect import signature
 
 import pytest
@@ -131,7 +131,7 @@ DERIVED = {
 @pytest.mark.parametrize("overlay", [False, True], ids=["argument", "overlay"])
 def test_a_window_is_known_by_what_it_hides(derive, overlay, monkeypatch):
     """It may be longer than the inputs of the trial run, derived from transformers' mask, or put over a causal one."""
-    file = sys.modules["transformers.models.mistral.modeling_mistral"]
+    file = importlib.import_module("transformers.models.mistral.modeling_mistral")
     make = file.create_sliding_window_causal_mask
     if overlay:
         window = {"and_mask_function": sliding_window_overlay(4096)}
