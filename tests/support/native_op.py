@@ -4,9 +4,7 @@
 (for test_attention.py, test_features.py and test_gradients.py: processes of their own do not know of it).
 """
 
-import getpass
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,8 +23,8 @@ def native_cache():
     if compiler() is None:
         pytest.skip("no C compiler")
     # Workers and later runs share it: it takes a while to compile. The name of the record says what is compiled.
-    folder = Path(tempfile.gettempdir(), f"linearize-{getpass.getuser()}-{locate.record_file().stem}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(__file__).parents[2] / "build" / f"native-{locate.record_file().stem}"
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch, FileLock(folder / "lock"):
         patch.setenv("XDG_CACHE_HOME", str(folder))
         if not any(folder.rglob("*.so")):
