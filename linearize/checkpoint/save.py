@@ -51,11 +51,16 @@ Facts = Mapping[str, str | list[str]]
 _MEASURES = ("kl", "total_variation", "negative_share", "output_error")
 
 
-def size_of(model: PreTrainedModel) -> int:
-    """Return the bytes of a model's checkpoint, within a few per cent; tied weights are written once."""
+def size_of(model: PreTrainedModel, *, trained: bool = False) -> int:
+    """Return the bytes of a model's checkpoint, within a few per cent; tied weights are written once.
+
+    Args:
+        model: the model.
+        trained: whether its weights change; offloaded ones are then in another file until the checkpoint is written.
+    """
     # Offloaded tensors have no memory; they are not tied.
     sizes = {tensor.data_ptr() or name: tensor.nbytes for name, tensor in model.state_dict().items()}
-    return sum(sizes.values()) + OTHER_FILES
+    return sum(sizes.values()) * (2 if trained and is_offloaded(model) else 1) + OTHER_FILES
 
 
 def save(

@@ -183,7 +183,7 @@ def open_teacher(context: Context, job: AlignJob) -> None:
     if job.teacher is not None:
         if model_type(job.teacher) == "linearize":
             raise ConfigError(f"teacher: {job.teacher!r} is itself converted; give the original that it was made from")
-        original = load_model(job.teacher)
+        original = load_model(job.teacher, in_files=stages.copies(job))
         context.teacher = original.model
         check_teacher(loaded.model, original.model)
         if hasattr(loaded.processor, "get_vocab") and hasattr(original.processor, "get_vocab"):

@@ -18,6 +18,7 @@ from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted
 from linearize.jobs.stages import note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
+from linearize.modeling.offload import CHANGES
 from linearize.modeling.plan import Plan
 from linearize.training.processes import is_main, own_device, under_fsdp, wait_for_all
 from linearize.training.stage_two import save as saving
@@ -45,8 +46,9 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     with reserved(job):
         model, data, teacher, earlier = open_tuning(job, on_event)
         work = work_folder(job)
+        vars(model)[CHANGES] = target.parent
         if is_main():
-            check_room(target, size_of(model))
+            check_room(target, size_of(model, trained=True))
             if not job.resume:
                 # Last, after all checks.
                 saving.remove_work(work)

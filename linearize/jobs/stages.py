@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from linearize.attention.parts import exact_tokens
@@ -24,6 +25,7 @@ from linearize.data.config import DataConfig
 from linearize.fidelity.ablate import KernelMerit, kernel_merit
 from linearize.jobs.config import AlignJob, ConvertJob, StageOneJob, TrainingJob
 from linearize.jobs.events import Aligned, Callback, DataOpened, Distilled, Noted, Started, StepDone
+from linearize.modeling.offload import CHANGES
 from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
@@ -214,8 +216,9 @@ def make_room(context: Context) -> None:
     """
     if under_fsdp() and aligns(context.job):
         check_tied(context.loaded.model)
+    vars(context.loaded.model)[CHANGES] = Path(context.target).parent
     if is_main():
-        check_room(context.target, size_of(context.loaded.model))
+        check_room(context.target, size_of(context.loaded.model, trained=aligns(context.job)))
         clear_states(context.job)
     keep_choices(context)
 
@@ -246,9 +249,8 @@ def first_device(job: TrainingJob) -> str:
 
 
 def copies(job: TrainingJob) -> bool:
-    """Tell whether only copies of the model run, which read its weights from their files; an alignment changes them."""
-    quantized = isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None
-    return quantized or (under_fsdp() and not aligns(job))
+    """Tell whether only copies of the model run, which read its weights from their files."""
+    return under_fsdp() or (isinstance(job, StageOneJob) and job.distill.quantize_frozen is not None)
 
 
 def aligns(job: TrainingJob) -> TypeGuard[ConvertJob | AlignJob]:

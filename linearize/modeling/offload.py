@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +21,9 @@ from linearize.core.errors import UnsupportedModelError
 from linearize.modeling.weights import BLOCKS, OFFLOADED, body_prefix, is_offloaded, stored
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+CHANGES = "changes_folder"
+"""Attribute of an offloaded model: where new values of its weights are written."""
 
 
 @contextlib.contextmanager
@@ -181,16 +188,60 @@ def without_hooks(model: ModelT, others: Iterable[nn.Module] = ()) -> ModelT:
 
 def in_memory_from_now(model: ModelT) -> ModelT:
     """Remove what marks a model as offloaded, after its hooks, and return the model."""
-    for name in (OFFLOADED, BLOCKS, "hf_device_map", "to", "cuda"):
+    for name in (OFFLOADED, BLOCKS, CHANGES, "hf_device_map", "to", "cuda"):
         vars(model).pop(name, None)
     return model
 
 
+class Changes(dict[str, Any]):
+    """New values of weights that are in files: in a file without a name, which is gone with the process.
+
+    Args:
+        folder: the folder of that file; None for the system's.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        super().__init__()
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def __deepcopy__(self, memo: object) -> Changes:
+        return self
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        # Maps of a file begin where every dtype may.
+        start = self.file.seek(-(-self.file.seek(0, os.SEEK_END) // 64) * 64)
+        self.file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self.file.flush()
+        super().__setitem__(name, (start, tensor.nbytes, tensor.dtype, tensor.shape))
+
+    def __getitem__(self, name: str) -> Tensor:
+        start, size, dtype, shape = super().__getitem__(name)
+        numbers = np.memmap(self.file, np.uint8, "c", start, size)  # type: ignore[call-overload]
+        return torch.from_numpy(numbers).view(dtype).view(shape)
+
+
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a model's weight another tensor, in place of the one in its file."""
+    """Give a model's weight another value, in place of the one in its file (`Changes`, in the folder `CHANGES`)."""
+    weight = model.get_parameter(name)
+    for other, same in model.named_parameters(remove_duplicate=False):
+        if same is weight:
+            files, key = _file_of(model, other)
+            if not isinstance(files.state_dict, Changes):
+                files.state_dict = Changes(vars(model).get(CHANGES))
+            files.state_dict[key] = tensor.to(weight.dtype)
+
+
+def is_changed(model: nn.Module, name: str) -> bool:
+    """Tell whether an offloaded weight got another value by `put`."""
+    files, key = _file_of(model, name)
+    return key in files.state_dict
+
+
+def _file_of(model: nn.Module, name: str) -> tuple[Any, str]:
+    """Return accelerate's reader of a model's weights files, and an offloaded weight's name there."""
     path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    module._parameters[own] = nn.Parameter(tensor, requires_grad=module.get_parameter(own).requires_grad)
+    hook: Any = model.get_submodule(path)._hf_hook
+    return hook.weights_map.dataset, f"{hook.weights_map.prefix}{own}"
 
 
 @contextlib.contextmanager

@@ -109,6 +109,8 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import save
 
+    from linearize.modeling.weights import stored
+
     targets = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     trained: dict[str, None] = {}
     for name, parameter in model.named_parameters():
@@ -120,8 +122,8 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
     whole = list(trained)
     tensors = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if ".lora_" in name}
     for module in whole:
-        weights = model.get_submodule(module).state_dict()
-        tensors |= {f"{module}.{name}": tensor for name, tensor in weights.items()}
+        weights = model.get_submodule(module).state_dict().items()
+        tensors |= {full: stored(model, full, x) for name, x in weights for full in (f"{module}.{name}",)}
     peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
         peft_config.save_pretrained(folder)
@@ -134,6 +136,7 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     """Add the updates to the weights and remove their modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
 
     from linearize.modeling.offload import put
     from linearize.modeling.weights import stored
@@ -141,12 +144,16 @@ def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             base: Any = module.get_base_layer()
+            old, weight = base.weight, f"{name}.base_layer.weight"
             # Only the main process has the updates of weights in files.
-            if base.weight.is_meta and is_main():
-                put(model, weight := f"{name}.base_layer.weight", stored(model, weight, base.weight))
+            if old.is_meta and is_main():
+                base.weight = nn.Parameter(stored(model, weight, old), requires_grad=False)
             if not base.weight.is_meta:
                 # Into new weights: a teacher may share the old ones.
                 module.merge(safe_merge=True)
+            if base.weight.is_meta != old.is_meta:
+                merged, base.weight = base.weight, old
+                put(model, weight, merged)
             model.set_submodule(name, base)
     if hasattr(model, "peft_config"):
         del model.peft_config

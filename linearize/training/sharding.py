@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 
 from linearize.checkpoint.save import LEAST_SHARD
 from linearize.core.errors import ConfigError
-from linearize.modeling.offload import in_memory_from_now, put, tie, without_hooks
+from linearize.modeling.offload import in_memory_from_now, is_changed, put, tie, without_hooks
 from linearize.modeling.weights import device_of, stored
 from linearize.training.precision import to_fp32
 from linearize.training.processes import is_main, several, under_fsdp
@@ -163,7 +163,9 @@ def empty_copy(model: PreTrainedModel, keep: Iterable[nn.Module] = ()) -> PreTra
 
 
 def part_of(full: Tensor, like: DTensor) -> Tensor:
-    """Return this process's part of a weight that is sharded like another; a view, so only its pages are read."""
+    """Return this process's part of a weight, which is or will be sharded like another; a view: only it is read."""
+    if isinstance(full, DTensor):
+        return full.to_local()
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             parts, own = full.chunk(like.device_mesh.size(axis), placement.dim), like.device_mesh.get_local_rank(axis)
@@ -197,7 +199,8 @@ def fill(
             if id(empty) not in filled:
                 full = f"{path}.{name}" if path else name
                 value = torch.empty_like(empty, device=device)
-                source = from_main(own[full], device) if full in sent else stored(model, full, own[full])
+                source = stored(model, full, own[full])
+                source = from_main(source, device) if full in sent else source
                 if isinstance(value, DTensor):
                     value.to_local().copy_(part_of(source, value))
                 else:
@@ -213,9 +216,9 @@ def from_main(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def in_main(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of a model's weights that the main process has in memory."""
-    names = [[name for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta]]
-    return frozenset(broadcast_object_list(names)[0])
+    """Return the names of a model's weights that only the main process may have: in memory, or changed."""
+    own = model.state_dict(keep_vars=True)
+    return frozenset(broadcast_object_list([[x for x in own if not own[x].is_meta or is_changed(model, x)]])[0])
 
 
 def frozen_copy(
@@ -223,6 +226,7 @@ def frozen_copy(
     accelerator: Accelerator,
     dtype: torch.dtype | None = None,
     sent: Container[str] = frozenset(),
+    trained: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Return a frozen copy of a model, sharded over the devices, for passes without a gradient.
 
@@ -231,6 +235,7 @@ def frozen_copy(
         accelerator: the processes.
         dtype: dtype of the copy, by default the model's.
         sent: as in `fill`.
+        trained: a sharded copy of the model, which has its weights and buffers.
     """
     copied = empty_copy(model).eval().requires_grad_(False)
     if dtype is not None:
@@ -240,7 +245,9 @@ def frozen_copy(
         if isinstance(module, FSDPModule):
             # There is no backward pass to keep weights for.
             module.set_reshard_after_forward(True, recurse=False)
-    fill(copied, model, accelerator.device, sent=sent)
+    fill(copied, trained or model, accelerator.device, sent=sent)
+    for name, buffer in trained.named_buffers() if trained is not None else ():
+        copied.get_buffer(name).copy_(buffer)
     return copied
 
 
@@ -299,7 +306,7 @@ class Shards:
     def gather_into(self, model: PreTrainedModel) -> None:
         """Copy what was trained into the given model, one weight after the other.
 
-        Weights that the model has in files come into the memory of the main process, which saves them.
+        Of weights that the model has in files, the main process, which saves them, writes the new values into another.
         """
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
         own = model.state_dict(keep_vars=True)
@@ -310,7 +317,7 @@ class Shards:
             if not own[name].is_meta:
                 own[name].copy_(full)
             elif self.accelerator.is_main_process:
-                put(model, name, full.to("cpu", own[name].dtype))
+                put(model, name, full.cpu())
         tie(model)
 
     def save(self, folder: Path) -> None:

@@ -130,7 +130,8 @@ def align(
     for layer in linear_attentions(student).values():
         check_parts(layer.hybrid, NEAR | ROUTED | SCALED | HEADS, "alignment")
     accelerator = accelerator or make_accelerator(student)
-    if accelerator.distributed_type == DistributedType.FSDP:
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded:
         check_fsdp("alignment", accelerator.state.fsdp_plugin.fsdp_version)
         check_settings("alignment", config.precision)
         check_tied(student)
@@ -138,8 +139,9 @@ def align(
     else:
         move(student, accelerator.device)
     trained = trained_parameters(student, find_blocks(student), config.train)
-    same = [name for name, _ in student.named_parameters() if name not in trained]
-    teacher = make_teacher(student, teacher, shared=config.train == "kernels", frozen=same)
+    same = [name for name, _ in student.named_parameters() if name not in trained and not sharded]
+    # Under FSDP the student itself is not trained, but a copy.
+    teacher = make_teacher(student, teacher, shared=sharded or config.train == "kernels", frozen=same)
     return _Run(data, config, on_step, accelerator).run(student, teacher)
 
 
@@ -147,6 +149,7 @@ class _Run(Run, TrainerCallback):
     """One alignment: its phases one after the other.
 
     Attributes:
+        shards: under FSDP, what is trained in place of the student.
         kept: the step whose weights the phases before this one kept.
         rate: the rate of the first group at the last step.
     """
@@ -156,6 +159,7 @@ class _Run(Run, TrainerCallback):
     trainer: AlignTrainer
     teacher: PreTrainedModel
     held_out: list[dict[str, Tensor]]
+    shards: Shards | None = None
     kept, rate = 0, 0.0
 
     def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
@@ -180,32 +184,36 @@ class _Run(Run, TrainerCallback):
                 trained = trained_parameters(student, objective.blocks, config.train)
                 for parameter in trained.values():
                     parameter.requires_grad_(True)
-                first = {name: parameter.detach().clone() for name, parameter in trained.items()}
+                # Under FSDP the student stays as it is until the end.
+                first = {} if self.sharded else {name: x.detach().clone() for name, x in trained.items()}
                 with self.held(student, objective) as passes:
                     self.train_phases(objective, passes)
                 seconds, best_step = self.seconds, self.kept
-                objective.student = self.placed(student)
                 after = measure(objective, held_out)
                 if not after.loss < before.loss:
-                    for name, parameter in trained.items():
-                        parameter.data.copy_(first[name])
+                    for name, weight in first.items():
+                        trained[name].data.copy_(weight)
                     best_step, after = 0, before
+                elif self.shards is not None:
+                    self.shards.gather_into(student)
             finally:
                 if config.train == "lora":
                     merge_lora(student)
         stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are shared (FSDP)."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
     def placed(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the model that is run without a gradient: under FSDP a sharded copy."""
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        return frozen_copy(model, self.accelerator) if sharded else model
+        return frozen_copy(model, self.accelerator) if self.sharded else model
 
     @contextlib.contextmanager
     def held(self, student: PreTrainedModel, objective: Objective) -> Iterator[str]:
-        """Hold what is trained in fp32; under FSDP in a sharded copy, which becomes the objective's student.
-
-        What the copy has learned is the student's afterwards, unless an error ends the block.
+        """Hold what is trained in fp32, and round it at the end; under FSDP in copies, which the objective gets.
 
         Yields:
             The precision of the passes.
@@ -214,11 +222,11 @@ class _Run(Run, TrainerCallback):
         if passes == "no":
             asked = accelerator.mixed_precision
             passes = asked if asked in HALF.values() else passes_of(student)
-        if accelerator.distributed_type == DistributedType.FSDP:
-            shards = Shards(student, accelerator, in_fp32=passes == "no")
-            objective.student = shards.model
+        if self.sharded:
+            self.shards = Shards(student, accelerator, in_fp32=passes == "no")
+            objective.student = self.shards.model
             yield passes
-            shards.gather_into(student)
+            objective.student = frozen_copy(student, accelerator, trained=self.shards.model)
             return
         with contextlib.ExitStack() as stack:
             # Without autocast a teacher that shares weights must have the same dtype.

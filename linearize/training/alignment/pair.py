@@ -27,6 +27,7 @@ from linearize.fidelity.measure import check_original
 from linearize.fidelity.teacher import body_of, frozen_output, run_module
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
+from linearize.modeling.weights import device_of
 
 OUTPUT = "output"
 """Name of the last hidden state among the layers."""
@@ -257,7 +258,7 @@ def make_teacher(
     converted = copy.deepcopy(teacher)
     apply(converted, Plan.from_dict(student.config.linearize))
     share(converted, same)
-    move(converted, next(student.parameters()).device)
+    move(converted, device_of(student))
     return converted.eval().requires_grad_(False)
 
 
