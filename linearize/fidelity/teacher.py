@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.cache import text_config
@@ -42,9 +43,12 @@ def body_of(model: PreTrainedModel) -> Any:
     return model if kind in REDIRECTED else model.base_model
 
 
-def run_body(model: PreTrainedModel, batch: Batch) -> Any:
-    """Run the model without its head on a batch (such as `input_ids` [B, T]), as `run_module` does."""
-    return run_module(body_of(model), model.config, batch)
+def run_body(model: PreTrainedModel, batch: Batch, *, head: bool = False) -> Any:
+    """Run the model on a batch (such as `input_ids` [B, T]), as `run_module` does, without its head unless asked for.
+
+    A sharded model is run as a whole: FSDP gathers weights for its calls only.
+    """
+    return run_module(model if head or isinstance(model, FSDPModule) else body_of(model), model.config, batch)
 
 
 def run_module(module: nn.Module, config: PreTrainedConfig, batch: Batch) -> Any:

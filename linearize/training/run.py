@@ -30,7 +30,6 @@ from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
 from linearize.training.config import RunConfig
 from linearize.training.processes import Interrupts
-from linearize.training.sharding import gathered
 from linearize.training.states import RunState, StateFolder, of_size
 
 
@@ -281,7 +280,7 @@ class Run(ABC):
         return self.trainer.snapshot()
 
     def last_state(self) -> RunState | None:
-        """Return the state of the finished run; None unless the part is the last one."""
+        """Return the state of the finished run; None unless the part is the last one, and under FSDP."""
         return self.current_state()
 
     def load(self, weights: Mapping[str, Tensor]) -> RunState | None:
@@ -389,7 +388,8 @@ class Run(ABC):
                 raise
         trainer.restore(self.best_weights)
         progress.stopped = progress.stopped or "steps"
-        if self.identity:
+        # A result that cannot be written is kept by the main process alone, which has only a part of a sharded one.
+        if self.identity and not trainer.sharded:
             self.state = self.last_state()
 
     def save_if_due(self) -> None:
@@ -411,15 +411,14 @@ class Run(ABC):
         if self.states is None or not (self.trainer.sharded or self.accelerator.is_main_process):
             return
         state = self.current_state()
-        if self.accelerator.is_main_process:
-            self.states.save(state.step, state)
+        self.states.save(state.step, state)
 
     def current_state(self) -> RunState:
         """Return everything that a run needs to resume in the middle of a part."""
         tensors = {f"{self.weights_name}/{name}": tensor for name, tensor in self.weights().items()}
         tensors |= {f"best/{name}": tensor for name, tensor in self.best_weights.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.trainer.optimizer_tensors().items()}
-        return RunState(self.record(), gathered(tensors, self.accelerator))
+        return RunState(self.record(), tensors)
 
     def record(self) -> dict[str, object]:
         """Return the plain data of a state."""

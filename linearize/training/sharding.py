@@ -256,19 +256,25 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return tensors with the sharded ones whole: these only in the main process, in host memory.
+def save_gathered(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors into one file or several: the main process gathers one after the other until a file is full.
 
-    All processes call it together, and gather one after the other.
+    All processes call it together, if there are sharded ones.
     """
-    result: dict[str, Tensor] = {}
+    files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        full = whole(tensor)
-        if full is tensor:
-            result[name] = tensor
-        elif accelerator.is_main_process:
-            result[name] = full.detach().to("cpu", copy=True).contiguous()
-    return result
+        if files[-1] and sum(x.nbytes for x in (*files[-1].values(), tensor)) > LEAST_SHARD:
+            files.append({})
+        files[-1][name] = tensor
+    for number, part in enumerate(files, 1):
+        found: dict[str, Tensor] = {}
+        for name, tensor in part.items():
+            full = whole(tensor)
+            if is_main():
+                found[name] = full.detach().to("cpu", copy=full is not tensor).contiguous()
+        if is_main():
+            suffix = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
+            save_file(found, path.with_stem(path.stem + suffix), {"format": "pt"})
 
 
 def spread(full: Tensor, like: Tensor) -> Tensor:
@@ -322,19 +328,9 @@ class Shards:
 
     def save(self, folder: Path) -> None:
         """Write the weights, file by file: the main process gathers one after the other until a file is full."""
-        files: list[dict[str, Tensor]] = [{}]
-        for name, tensor in self._tensors().items():
-            if files[-1] and sum(x.nbytes for x in (*files[-1].values(), tensor)) > LEAST_SHARD:
-                files.append({})
-            files[-1][name] = tensor
-        for number, tensors in enumerate(files, 1):
-            found = gathered(tensors, self.accelerator)
-            if self.accelerator.is_main_process:
-                folder.mkdir(parents=True, exist_ok=True)
-                part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
-                file = folder / f"model{part}.safetensors"
-                save_file({name: tensor.contiguous() for name, tensor in found.items()}, file, {"format": "pt"})
-            del found  # Before those of the next file.
+        if self.accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        save_gathered(self._tensors(), folder / "model.safetensors")
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from linearize.checkpoint.output import atomic_folder
@@ -20,7 +20,8 @@ from linearize.checkpoint.ownership import discard, holds_only, is_part, is_run,
 from linearize.core.errors import CheckpointError, LinearizeError, NotSavedError, first_line, interrupted_run
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.core.registry import Values
-from linearize.training.sharding import spread
+from linearize.training.processes import is_main
+from linearize.training.sharding import save_gathered, spread
 
 TENSORS, RECORD, CHOICES = "state.safetensors", "state.json", "choices"
 _NAME = rf"(step-\d+|block-\d+|{CHOICES})"
@@ -75,9 +76,14 @@ class StateFolder:
         return next(number for number in itertools.count() if not self.block(number).is_dir())
 
     def save(self, step: int, state: RunState) -> None:
-        """Write a state, rename it when it is complete, then delete the oldest."""
+        """Write a state, rename it when it is complete, then delete the oldest.
+
+        All processes call it, if it is sharded.
+        """
+        if not is_main():
+            return save_gathered(state.tensors, self.folder / TENSORS)
         with atomic_folder(self.folder / f"step-{step}", overwrite=True) as fresh:
-            save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, fresh / TENSORS)
+            save_gathered(state.tensors, fresh / TENSORS)
             (fresh / RECORD).write_text(json.dumps(state.record), encoding="utf-8")
         for old in self.steps()[: -self.keep]:
             if is_part(path := self.folder / f"step-{old}", PARTS, _old_state):
@@ -94,7 +100,9 @@ class StateFolder:
             return None
         path = self.folder / f"step-{steps[-1]}"
         with self.reading():
-            state = RunState(read_json(path / RECORD, MOST_TEXT), load_file(path / TENSORS))
+            files = sorted(path.glob("state*.safetensors")) or [path / TENSORS]
+            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            state = RunState(read_json(path / RECORD, MOST_TEXT), tensors)
             if state.step != steps[-1]:
                 raise ValueError(f"it is of step {state.step}")
             return state

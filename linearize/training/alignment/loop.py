@@ -38,7 +38,6 @@ from linearize.training.sharding import (
     check_settings,
     check_tied,
     frozen_copy,
-    gathered,
     make_accelerator,
     start_fsdp,
 )
@@ -83,8 +82,8 @@ class AlignResult:
         after: the same after the alignment.
         history: one record per step.
         seconds: duration of the training itself.
-        state: state from which a resumed run returns this result at once; None if nothing was trained, or if the data
-            cannot be identified (it has no `digest`) and the run keeps no states.
+        state: state from which a resumed run returns this result at once; None if nothing was trained, under FSDP, or
+            if the data cannot be identified (it has no `digest`) and the run keeps no states.
     """
 
     steps: int
@@ -328,5 +327,4 @@ class _Run(Run, TrainerCallback):
         if self.number < len(self.config.phases()) - 1:
             return None
         # Only the weights, which are the best ones by now.
-        weights = {f"trained/{name}": tensor for name, tensor in self.weights().items()}
-        return RunState(self.record(), gathered(weights, self.accelerator))
+        return RunState(self.record(), {f"trained/{name}": tensor for name, tensor in self.weights().items()})

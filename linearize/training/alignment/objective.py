@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.interface import observed
 from linearize.core.errors import DataError
+from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.pair import (
@@ -36,7 +37,6 @@ from linearize.training.alignment.pair import (
     keeper,
     noting,
     run,
-    run_model,
     state_of,
 )
 
@@ -346,7 +346,7 @@ class Objective:
         hooks = {name: after(name, attention) for name, attention in blocks.items()}
         softmax = noting(teacher, blocks, batch, self.padded)
         with self._attentions(teacher, blocks) as kept, hooked(teacher, hooks), softmax as masks, torch.no_grad():
-            run_model(teacher, batch, head=False)
+            run_body(teacher, batch)
         return terms
 
     @staticmethod

@@ -11,11 +11,9 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from linearize.attention.interface import linear_attentions, observed
@@ -24,7 +22,7 @@ from linearize.checkpoint.loading import move
 from linearize.conversion.plan import apply
 from linearize.core.errors import ConfigError
 from linearize.fidelity.measure import check_original
-from linearize.fidelity.teacher import body_of, frozen_output, run_module
+from linearize.fidelity.teacher import body_of, frozen_output, run_body
 from linearize.modeling.model import is_linearized
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import device_of
@@ -150,14 +148,6 @@ def keeper(states: dict[str, Tensor], name: str, *, first: bool = False) -> Call
     return hook
 
 
-def run_model(model: PreTrainedModel, batch: Mapping[str, Tensor], *, head: bool) -> Any:
-    """Run a model on a batch (such as `input_ids` [B, T]), without `head` only its body, and return its output.
-
-    A sharded model is run as a whole: FSDP gathers weights for its calls only.
-    """
-    return run_module(model if head or isinstance(model, FSDPModule) else body_of(model), model.config, batch)
-
-
 def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tensor], *, head: bool) -> Outputs:
     """Run a model on a batch (such as `input_ids` [B, T]) and return its hidden states; with `head` its logits too."""
     outputs, body = Outputs(), body_of(model)
@@ -171,7 +161,7 @@ def run(model: PreTrainedModel, blocks: Iterable[str], batch: Mapping[str, Tenso
 
     hooks = {name: keeper(outputs.states, name) for name in blocks}
     with hooked(model, hooks), hooked(body, {"": keep_last}):
-        result = run_model(model, batch, head=head)
+        result = run_body(model, batch, head=head)
     if head:
         for name, value in getattr(result, "items", dict)():
             if not name.endswith("logits") or not torch.is_tensor(value) or not value.is_floating_point():
