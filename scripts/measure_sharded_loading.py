@@ -3,10 +3,10 @@
     python scripts/measure_sharded_loading.py --work SCRATCH
 
 SCRATCH gets random Llamas in bf16, shard by shard, and rows of few words. Each way is a run of its own: `convert` with
-two steps of stage one, and `finetune` of the result with two steps of low-rank updates or of all weights. What counts
-is the peak of each process over the whole command, from loading to the written result, without Python's and torch's own
-memory: a tiny model goes through the same command first. The figures are MB per process. With `--row` one way is
-measured in the processes of a launcher.
+two steps of stage one, and of the result `align` and `finetune` with two steps of low-rank updates or of all weights.
+What counts is the peak of each process over the whole command, from loading to the written result, without Python's and
+torch's own memory: a tiny model goes through the same command first. The figures are MB per process. With `--row` one
+way is measured in the processes of a launcher.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from linearize.evaluation.bench.memory import MALLOC, peak_meter
-from linearize.jobs.config import ConvertJob
-from linearize.jobs.convert import convert_checkpoint
+from linearize.jobs.config import AlignJob, ConvertJob
+from linearize.jobs.convert import align_checkpoint, convert_checkpoint
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling import offload
 from linearize.training.processes import wait_for_all
 
-CONVERT, LORA, FULL = "convert", "finetune --lora", "finetune"
+CONVERT, ALIGN, ALIGN_LORA = "convert", "align", "align --train lora"
+LORA, FULL = "finetune --lora", "finetune"
 PARTS, WHOLE = "parts", "whole"
 FSDP = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "OMP_NUM_THREADS": "1"}
 
@@ -52,11 +53,16 @@ def prepare(work: Path, name: str) -> None:
 
 
 def run(work: Path, name: str, verb: str) -> None:
-    """Convert a model, or tune the converted one."""
+    """Convert a model, or align or tune the converted one."""
     given = {"dataset": str(work / "rows.jsonl"), "device": "cpu", "batch_size": 2, "overwrite": True}
     if verb == CONVERT:
         given |= {"text_column": "text", "holdout": 4, "distill_steps": 2, "distill_length": 16, "align_steps": 0}
         convert_checkpoint(ConvertJob.of(model=str(work / name), output=str(work / f"{name}-linear"), **given))
+        return
+    if verb in (ALIGN, ALIGN_LORA):
+        given |= {"text_column": "text", "holdout": 4, "steps": 2, "blockwise": 0.5, "length": 16, "eval_every": 1}
+        given |= {"train": "lora" if verb == ALIGN_LORA else "blocks", "learning_rate": 1e-6}
+        align_checkpoint(AlignJob.of(model=str(work / f"{name}-linear"), output=str(work / f"{name}-aligned"), **given))
         return
     given |= {"task": "causal-lm", "max_length": 16, "steps": 2, "eval_every": 2, "selection_rows": 4}
     given |= {"lora": "r=8"} if verb == LORA else {}
@@ -82,8 +88,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", required=True, type=Path)
     parser.add_argument("--size", default="0.3B", choices=list(SIZES))
     parser.add_argument("--processes", default=2, type=int)
-    parser.add_argument("--verbs", default=f"{CONVERT},{LORA},{FULL}")
+    parser.add_argument("--verbs", default=f"{CONVERT},{ALIGN_LORA},{ALIGN},{LORA},{FULL}")
     parser.add_argument("--ways", default=f"{WHOLE},{PARTS}")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--row", nargs=2, metavar=("VERB", "WAY"))
     return parser.parse_args(words)
 
@@ -99,6 +106,7 @@ def main(words: list[str] | None = None) -> None:
         return
     for name in (TINY, args.size):
         prepare(args.work, name)
+    found: dict[str, dict[str, list[float]]] = {}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
     for verb in args.verbs.split(","):
         for way in args.ways.split(","):
@@ -107,7 +115,10 @@ def main(words: list[str] | None = None) -> None:
             command = [*launcher, __file__, "--work", str(args.work), "--size", args.size, "--row", verb, way]
             subprocess.run(command, env=os.environ | MALLOC | FSDP, check=True)
             peaks = [int((args.work / f"peak-{rank}").read_text()) / 1e6 for rank in range(args.processes)]
+            found.setdefault(verb, {})[way] = [round(peak) for peak in peaks]
             print(f"{verb}, {way}: {' and '.join(f'{peak:,.0f}' for peak in peaks)} MB", flush=True)
+    if args.output is not None:
+        args.output.write_text(json.dumps({"size": args.size, "MB of each process": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

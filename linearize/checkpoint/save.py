@@ -63,6 +63,11 @@ def size_of(model: PreTrainedModel, *, trained: bool = False) -> int:
     return sum(sizes.values()) * (2 if trained and is_offloaded(model) else 1) + OTHER_FILES
 
 
+def size_of_files(model: PreTrainedModel) -> Values:
+    """Return the option of `save_pretrained` for an offloaded model's files, each of which is filled in memory."""
+    return {"max_shard_size": max(LEAST_SHARD, size_of_block(model))} if is_offloaded(model) else {}
+
+
 def save(
     model: PreTrainedModel,
     target: str | os.PathLike[str],
@@ -111,10 +116,8 @@ def save(
         if provenance is not None:
             config.linearize = {**config.linearize, "provenance": provenance}
         card = model_card(model, facts=facts, name=Path(target).name, embedder=embedder)
-        if is_offloaded(model):
-            tie(model)
-            # Each file is filled in memory.
-            kwargs.setdefault("max_shard_size", max(LEAST_SHARD, size_of_block(model)))
+        tie(model)
+        kwargs = size_of_files(model) | kwargs
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             model.save_pretrained(folder, **kwargs)

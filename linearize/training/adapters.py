@@ -120,40 +120,35 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
             head = name.rpartition(".")[0] if inside else name.partition(".")[0]
             trained[f"{before}.linear_attention" if kernel else head] = None
     whole = list(trained)
-    tensors = {name.replace(".default.", "."): value for name, value in model.state_dict().items() if ".lora_" in name}
-    for module in whole:
-        weights = model.get_submodule(module).state_dict().items()
-        tensors |= {full: stored(model, full, x) for name, x in weights for full in (f"{module}.{name}",)}
+    parts = (".lora_", *(f"^{module}." for module in whole))
+    tensors = {name: x for name, x in model.state_dict().items() if any(part in f"^{name}" for part in parts)}
     peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
         peft_config.save_pretrained(folder)
         written = (Path(folder) / ADAPTER_CONFIG).read_bytes()
     # A tensor with two names is written twice: safetensors cannot share memory.
-    plain = {f"{PEFT}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    apart = {name: stored(model, name, x).detach().cpu().clone().contiguous() for name, x in tensors.items()}
+    plain = {f"{PEFT}{name.replace('.default.', '.')}": x for name, x in apart.items()}
     return {ADAPTER_CONFIG: written, "adapter_model.safetensors": save(plain, {"format": "pt"})}
 
 
 def merge_lora(model: PreTrainedModel) -> PreTrainedModel:
     """Add the updates to the weights and remove their modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from torch import nn
 
     from linearize.modeling.offload import put
     from linearize.modeling.weights import stored
 
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
-            base: Any = module.get_base_layer()
-            old, weight = base.weight, f"{name}.base_layer.weight"
-            # Only the main process has the updates of weights in files.
-            if old.is_meta and is_main():
-                base.weight = nn.Parameter(stored(model, weight, old), requires_grad=False)
+            updated: Any = module
+            base = updated.get_base_layer()
             if not base.weight.is_meta:
                 # Into new weights: a teacher may share the old ones.
-                module.merge(safe_merge=True)
-            if base.weight.is_meta != old.is_meta:
-                merged, base.weight = base.weight, old
-                put(model, weight, merged)
+                updated.merge(safe_merge=True)
+            elif is_main():  # Only it has the updates of weights in files.
+                weight = stored(model, own := f"{name}.base_layer.weight", base.weight)
+                put(model, own, weight + updated.get_delta_weight("default").to(weight.dtype))
             model.set_submodule(name, base)
     if hasattr(model, "peft_config"):
         del model.peft_config

@@ -48,9 +48,9 @@ def to_fp32(model: nn.Module, *, whole: bool) -> list[tuple[Tensor, torch.dtype]
 
 
 @contextlib.contextmanager
-def in_fp32(model: nn.Module, *, whole: bool) -> Iterator[None]:
-    """Temporarily hold a model's tensors in fp32, as `to_fp32` does; at the end they are rounded to their dtype."""
-    held = to_fp32(model, whole=whole)
+def in_fp32(*models: nn.Module, whole: bool) -> Iterator[None]:
+    """Temporarily hold models' tensors in fp32, as `to_fp32` does; at the end they are rounded to their dtype."""
+    held = [tensor for model in models for tensor in to_fp32(model, whole=whole)]
     try:
         yield
     finally:

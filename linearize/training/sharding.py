@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.save import LEAST_SHARD
 from linearize.core.errors import ConfigError
 from linearize.modeling.offload import in_memory_from_now, is_changed, put, tie, without_hooks
@@ -150,8 +151,9 @@ def unshardable(kind: str, reason: str) -> str:
     return f"FSDP 2 cannot shard {kind} ({reason}); launch without FSDP, and save memory with low-rank updates (LoRA)"
 
 
-def empty_copy(model: PreTrainedModel, keep: Iterable[nn.Module] = ()) -> PreTrainedModel:
-    """Return a copy of a model whose parameters have no memory; the modules in `keep` are those of the model itself."""
+def empty_copy(model: PreTrainedModel, kernels_on: torch.device | None = None) -> PreTrainedModel:
+    """Return a copy of a model whose parameters have no memory; with `kernels_on` it has the model's kernels, there."""
+    keep = [] if kernels_on is None else [kernel.to(kernels_on) for kernel in linear_attentions(model).values()]
     tie(model)
     memo: dict[int, object] = {id(module): module for module in keep}
     kept = {id(parameter) for module in keep for parameter in module.parameters()}

@@ -1,4 +1,6 @@
-"""Several processes: two equal one with the doubled batch, also when FSDP spreads the frozen model over them."""
+"""Several processes equal one with their batches as one, also when FSDP spreads the frozen model over them."""
+
+import functools
 
 import pytest
 import torch
@@ -19,22 +21,28 @@ MODELS = ("bert", "gpt2", "bert/macformer_exp")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What two processes trained, started once for all models and kinds."""
-    folder = tmp_path_factory.mktemp("two")
-    jobs = [f"{model}:{kind}" for model in MODELS for kind in KINDS]
-    together(stage_one.main, str(folder), jobs)
-    return {job: load_file(folder / f"{job.replace('/', ' ')}.safetensors") for job in jobs}
+def several(tmp_path_factory):
+    """What several processes trained, started once for all models and kinds."""
+
+    @functools.cache
+    def start(count):
+        folder = tmp_path_factory.mktemp("several")
+        jobs = [f"{model}:{kind}" for model in MODELS for kind in KINDS]
+        together(stage_one.main, str(folder), jobs, count=count)
+        return {job: load_file(folder / f"{job.replace('/', ' ')}.safetensors") for job in jobs}
+
+    return start
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
-def test_two_processes_equal_one_with_the_doubled_batch(model, two):
+def test_several_processes_equal_one_with_their_batches_as_one(model, count, several):
     one = stage_one.run(model, "one")
     assert one["losses"].shape == (6, 2)
     # A Macformer's statistics are still far from settled after six steps.
     assert "/" in model or one["losses"][-1].sum() < one["losses"][0].sum()
     for kind in KINDS:
-        found = two[f"{model}:{kind}"]
+        found = several(count)[f"{model}:{kind}"]
         assert found.keys() == one.keys()
         for name in one:
             torch.testing.assert_close(one[name], found[name], rtol=0, atol=1e-6)

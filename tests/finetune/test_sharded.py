@@ -47,13 +47,14 @@ CASES = {
 }
 # What is new in these are two things together, each of which another case has.
 SLOW = "taught low-rank", "half low-rank"
+FOUR = "in full", "low-rank"
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory, request):
-    """Models without dropout, and what one process and two make of them in each case that is run."""
+    """Models without dropout, and what one process and several make of them in each case that is run."""
     names = {item.name for item in request.session.items}
-    cases = {name: case for name, case in CASES.items() if any(run.endswith(f"one[{name}]") for run in names)}
+    cases = {name: case for name, case in CASES.items() if any(run.endswith(f"-{name}]") for run in names)}
     root = tmp_path_factory.mktemp("sharded")
     words = SENTENCE.split()
     rows = [{"text": " ".join([*words[i % 9 :], words[i % 2]]), "label": i % 2} for i in range(40)]
@@ -72,10 +73,13 @@ def root(tmp_path_factory, request):
         # A process of two takes every other batch.
         more = {"gradient_accumulation": 2 * options.get("gradient_accumulation", 1)}
         tuning.main(**job(root, model, f"{name} one", options | more))
-    jobs = [job(root, model, f"{name} two", options) for name, (model, options) in cases.items()]
+    jobs = [job(root, model, f"{name} 2", options) for name, (model, options) in cases.items()]
     together(tuning.sharded, jobs, environment=tuning.FSDP)
     jobs = [job(root, model, f"{name} whole", options) for name, (model, options) in cases.items()]
     together(tuning.whole, jobs, environment=tuning.FSDP)
+    if fours := [name for name in FOUR if any(run.endswith(f"[4-{name}]") for run in names)]:
+        jobs = [job(root, CASES[name][0], f"{name} 4", CASES[name][1] | {"batch_size": 2}) for name in fours]
+        together(tuning.sharded, jobs, count=4, environment=tuning.FSDP)
     return root
 
 
@@ -90,9 +94,13 @@ def vector(tensors, names):
     return torch.cat([tensors[name].flatten().double() for name in names])
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
-def test_two_processes_with_half_of_each_weight_equal_one(case, root):
-    start, one, two = root / CASES[case][0], root / f"{case} one", root / f"{case} two"
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [pytest.param(2, x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
+    + [pytest.param(4, x, marks=pytest.mark.slow) for x in FOUR],
+)
+def test_processes_with_their_part_of_each_weight_equal_one(count, case, root):
+    start, one, two = root / CASES[case][0], root / f"{case} one", root / f"{case} {count}"
     begin, *ends = (load_file(folder / "model.safetensors") for folder in (start, one, two))
     first, second = ({name: (x.shape, x.dtype) for name, x in end.items()} for end in ends)
     assert first == second
@@ -108,13 +116,13 @@ def test_two_processes_with_half_of_each_weight_equal_one(case, root):
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
 def test_weights_that_are_read_in_parts_equal_whole_ones_to_the_bit(case, root):
-    parts, whole = (load_file(root / f"{case} {way}" / "model.safetensors") for way in ("two", "whole"))
+    parts, whole = (load_file(root / f"{case} {way}" / "model.safetensors") for way in ("2", "whole"))
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) and parts[name].dtype == whole[name].dtype for name in parts)
-    ways = [json.loads((root / f"{case} {way}" / "finetuning.json").read_text()) for way in ("two", "whole")]
+    ways = [json.loads((root / f"{case} {way}" / "finetuning.json").read_text()) for way in ("2", "whole")]
     assert ways[0]["metrics"] == ways[1]["metrics"] and ways[0]["selection"] == ways[1]["selection"]
     if "keep_adapter" in CASES[case][1]:
-        files = (root / f"{case} {way}" / "adapter" / "adapter_model.safetensors" for way in ("two", "whole"))
+        files = (root / f"{case} {way}" / "adapter" / "adapter_model.safetensors" for way in ("2", "whole"))
         assert next(files).read_bytes() == next(files).read_bytes()
 
 

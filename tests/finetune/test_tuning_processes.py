@@ -1,4 +1,4 @@
-"""Stage two in two processes: what one process makes of their batches in turn, written once."""
+"""Stage two in several processes: what one process makes of their batches in turn, written once."""
 
 from __future__ import annotations
 
@@ -41,18 +41,26 @@ def eval_losses(folder):
     return [entry["eval_loss"] for entry in log if "eval_loss" in entry]
 
 
-@pytest.mark.parametrize("teacher", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_two_processes_equal_one_that_takes_their_batches_in_turn(teacher, models, tmp_path):
-    more = OPTIONS
+@pytest.mark.parametrize(
+    ("count", "teacher", "lora"),
+    [
+        (2, True, None),
+        pytest.param(2, False, None, marks=pytest.mark.slow),
+        pytest.param(4, False, None, marks=pytest.mark.slow),
+        pytest.param(4, True, "r=4,alpha=8", marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes_equal_one_that_takes_their_batches_in_turn(count, teacher, lora, models, tmp_path):
+    more = OPTIONS | {"lora": lora}
     if teacher:
         # Far from its student, or the gradients are no more than rounding, which Adam makes large.
         far = OPTIONS | {"batch_size": 8, "learning_rate": 1e-2}
         tuning.main(str(models / "bert"), str(models / "data.jsonl"), str(tmp_path / "tuned"), far)
-        more = OPTIONS | {"teacher": str(tmp_path / "tuned")}
+        more |= {"teacher": str(tmp_path / "tuned")}
     line = (str(models / "hedgehog"), str(models / "data.jsonl"))
     one, two = tmp_path / "one", tmp_path / "two"
-    tuning.main(*line, str(one), {**more, "batch_size": 4, "gradient_accumulation": 2})
-    together(tuning.main, *line, str(two), {**more, "batch_size": 4})
+    tuning.main(*line, str(one), {**more, "batch_size": 8 // count, "gradient_accumulation": count})
+    together(tuning.main, *line, str(two), {**more, "batch_size": 8 // count}, count=count)
     first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
     assert first.keys() == second.keys()
     for name in first:

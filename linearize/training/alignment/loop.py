@@ -164,6 +164,7 @@ class _Run(Run, TrainerCallback):
     def run(self, student: PreTrainedModel, teacher: PreTrainedModel) -> AlignResult:
         """Measure, train, measure again."""
         config, self.teacher = self.config, teacher
+        self.sharded = self.accelerator.distributed_type == DistributedType.FSDP
         self.identify(student)
         fade_beyond(student, self.data)
         held_out = self.held_out = send_to_device(self.data.holdout_batches(), self.accelerator.device)
@@ -201,11 +202,6 @@ class _Run(Run, TrainerCallback):
         stopped = self.progress.stopped
         return AlignResult(len(self.history), best_step, stopped, before, after, self.history, seconds, self.state)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the weights are shared (FSDP)."""
-        return self.accelerator.distributed_type == DistributedType.FSDP
-
     def placed(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the model that is run without a gradient: under FSDP a sharded copy."""
         return frozen_copy(model, self.accelerator) if self.sharded else model
@@ -227,10 +223,8 @@ class _Run(Run, TrainerCallback):
             yield passes
             objective.student = frozen_copy(student, accelerator, trained=self.shards.model)
             return
-        with contextlib.ExitStack() as stack:
-            # Without autocast a teacher that shares weights must have the same dtype.
-            for model in {student, objective.teacher} if passes == "no" else {student}:
-                stack.enter_context(in_fp32(model, whole=passes == "no"))
+        # Without autocast a teacher that shares weights must have the same dtype.
+        with in_fp32(*({student, objective.teacher} if passes == "no" else {student}), whole=passes == "no"):
             yield passes
 
     def train_phases(self, objective: Objective, passes: str) -> None:

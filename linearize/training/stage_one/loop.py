@@ -26,6 +26,7 @@ from linearize.core.errors import ConfigError, DataError, some
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.fidelity.teacher import body_of, chain_of
+from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.modeling.weights import device_of, is_streamed
 from linearize.training.alignment.pair import find_blocks
@@ -321,10 +322,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator, quantized: st
     check_fsdp("stage one", plugin.fsdp_version)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    kernels = list(linear_attentions(model).values())
-    for kernel in kernels:
-        kernel.to(accelerator.device)
-    copied = empty_copy(model, kernels)
+    copied = empty_copy(model, accelerator.device)
     body = body_of(copied)
     for module in (*map(body.get_submodule, find_blocks(body)), body):
         fully_shard(
@@ -334,7 +332,7 @@ def frozen_model(model: PreTrainedModel, accelerator: Accelerator, quantized: st
             mesh=getattr(accelerator, "torch_device_mesh", None),
             mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             offload_policy=plugin.cpu_offload,
-            ignored_params={parameter for kernel in kernels for parameter in kernel.parameters()},
+            ignored_params=set(kernel_parameters(copied)),
         )
     on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     fill(copied, model, torch.device("cpu") if on_host else accelerator.device, body)

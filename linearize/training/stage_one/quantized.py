@@ -73,12 +73,10 @@ def quantized_copy(model: PreTrainedModel, how: str, device: torch.device) -> Pr
         ConfigError, MissingPackageError: as in `_bitsandbytes`.
     """
     library: Any = _bitsandbytes()
-    kernels = list(linear_attentions(model).values())
-    for kernel in kernels:
-        kernel.to(device)
-    copied = empty_copy(model, kernels)
+    copied = empty_copy(model, device)
     body = body_of(copied)
     own = model.state_dict(keep_vars=True)
+    kernels = linear_attentions(model).values()
     inside, in_kernels = set(body.modules()), {module for kernel in kernels for module in kernel.modules()}
     # Some models compute in the dtype of a weight, which they name here (T5).
     whole = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}

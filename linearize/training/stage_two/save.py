@@ -20,15 +20,13 @@ from linearize.checkpoint.loading import move, quiet
 from linearize.checkpoint.output import atomic_folder
 from linearize.checkpoint.ownership import TRANSFORMERS, holds_only, remove_parts
 from linearize.checkpoint.provenance import STAGE_TWO, log_file
-from linearize.checkpoint.save import LEAST_SHARD, save, write_files
+from linearize.checkpoint.save import save, size_of_files, write_files
 from linearize.core.errors import CheckpointError, interrupted_run
 from linearize.core.heads import Processor
 from linearize.core.options import name_of
 from linearize.core.parsing import MOST_TEXT, read_json
 from linearize.core.registry import Values
 from linearize.modeling.model import is_linearized
-from linearize.modeling.offload import size_of_block
-from linearize.modeling.weights import is_offloaded
 from linearize.training.processes import machines_used, under_fsdp
 from linearize.training.stage_two.config import MEASURED_ONLY, TuneConfig
 from linearize.training.stage_two.intervals import Measured
@@ -93,8 +91,7 @@ def save_model(
                 model, target, processor=processor, overwrite=overwrite, provenance=provenance, extra_files=extra_files
             )
     with quiet(), atomic_folder(target, overwrite=overwrite) as folder:
-        sizes: Values = {"max_shard_size": max(LEAST_SHARD, size_of_block(model))} if is_offloaded(model) else {}
-        model.save_pretrained(folder, **sizes)
+        model.save_pretrained(folder, **size_of_files(model))
         if processor is not None:
             processor.save_pretrained(folder)
         write_files(folder, extra_files or {})

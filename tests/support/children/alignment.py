@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from linearize.training.alignment import loop
 from linearize.training.alignment.config import AlignConfig
+from support.children.tuning import most_of_a_process
 from support.training import ALIGN, Split, batches, loud_converted
 
 CAUSAL = "AutoModelForCausalLM"
@@ -31,10 +32,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class InTurn(Split):
-    """In one process: the parts of two processes, one after the other."""
+    """In one process: the parts of several processes, one after the other."""
+
+    def __init__(self, batches: Sequence[Mapping[str, Tensor]], count: int) -> None:
+        super().__init__(batches)
+        self.count = count
 
     def train_batches(self, start: int = 0, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        parts = [super(InTurn, self).train_batches(start // 2, part, 2) for part in (0, 1)]
+        count = self.count
+        parts = [super(InTurn, self).train_batches(start // count, part, count) for part in range(count)]
         while True:
             yield from map(next, parts)
 
@@ -62,12 +68,13 @@ def add_like_fsdp(model: nn.Module) -> None:
         )
 
 
-def run(case: str, kind: str = "", **options: Any) -> dict[str, Tensor]:
+def run(case: str, kind: str = "", count: int = 1, **options: Any) -> dict[str, Tensor]:
     """Align one model, and return weights, losses, and the figures before and after.
 
     Args:
         case: one of `CASES`.
-        kind: in one process, "ddp" and "fsdp" for the order of sums of two; empty for whole batches.
+        kind: in one process, "ddp" and "fsdp" for the order of sums of several; empty for whole batches.
+        count: their number.
         options: more options.
     """
     name, head, own = CASES[case]
@@ -77,7 +84,8 @@ def run(case: str, kind: str = "", **options: Any) -> dict[str, Tensor]:
     config = AlignConfig(**ALIGN | {"steps": 8, "eval_every": 2} | own | options)
     data = Split(batches(model))
     if kind:
-        data, config = InTurn(batches(model)), replace(config, gradient_accumulation=2 * config.gradient_accumulation)
+        accumulated = count * config.gradient_accumulation
+        data, config = InTurn(batches(model), count), replace(config, gradient_accumulation=accumulated)
     if kind == "fsdp":
         add_like_fsdp(model)
     stop = int(os.environ.get("STOP_AFTER", "0"))
@@ -93,7 +101,7 @@ def run(case: str, kind: str = "", **options: Any) -> dict[str, Tensor]:
 
 
 def main(folder: str, cases: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Align one model after the other, and save what was trained, once; under FSDP each process has about a half."""
+    """Align one model after the other, and save what was trained, once; under FSDP each process has its part."""
     torch.set_num_threads(1)
     shard, sharded = loop.Shards, []
 
@@ -101,8 +109,8 @@ def main(folder: str, cases: Sequence[str], options: Mapping[str, Any] = Mapping
         shards = shard(*given, **options)
         weights = list(shards.model.parameters())
         assert all(isinstance(weight, DTensor) for weight in weights)
-        # Vectors of an odd length are not halved.
-        assert sum(weight.to_local().numel() for weight in weights) < 0.6 * sum(weight.numel() for weight in weights)
+        own = sum(weight.to_local().numel() for weight in weights)
+        assert own < most_of_a_process() * sum(weight.numel() for weight in weights)
         sharded.append(shards)
         return shards
 

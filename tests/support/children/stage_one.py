@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -13,9 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import linearize.training.stage_one.loop as loop
-from linearize.jobs.config import ConvertJob, DistillJob
-from linearize.jobs.convert import convert_checkpoint, distill_checkpoint
+from linearize.jobs.config import AlignJob, ConvertJob, DistillJob
+from linearize.jobs.convert import align_checkpoint, convert_checkpoint, distill_checkpoint
+from linearize.jobs.events import Callback, ignore
+from linearize.modeling import offload
+from linearize.training import sharding
 from linearize.training.stage_one import DistillConfig
+from support.children.tuning import STAYS, interrupt, most_of_a_process
 from support.training import Split, batches, sharp
 
 HEADS = {"gpt2": "AutoModelForCausalLM"}
@@ -42,7 +48,7 @@ def run(name: str, kind: str) -> dict[str, torch.Tensor]:
         local = [p for p in spread[0].base_model.parameters() if isinstance(p, DTensor)]
         kernels = [p for n, p in base.named_parameters() if ".linear_attention." in n]
         assert len(local) == len(list(base.parameters())) - len(kernels)
-        assert sum(p.to_local().numel() for p in local) < 0.6 * sum(p.numel() for p in local)
+        assert sum(p.to_local().numel() for p in local) < most_of_a_process() * sum(p.numel() for p in local)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     losses = torch.tensor([[*report.losses.values()] for report in result.history])
     state = {k: v.clone().contiguous() for k, v in model.state_dict().items()}
@@ -65,20 +71,46 @@ def split(folder: Path, size: int) -> None:
     model.save_pretrained(folder, max_shard_size=size)
 
 
-def job(root: Path, verb: str, model: str, output: str, options: Mapping[str, object]) -> None:
-    """Convert a model in a folder, or distil it further."""
-    names = {"model": str(root / model), "dataset": str(root / "texts.jsonl"), "output": str(root / output)}
+def job(
+    root: Path, verb: str, model: str, output: str, options: Mapping[str, object], on_event: Callback = ignore
+) -> None:
+    """Convert a model in a folder, or distil or align it further."""
+    options = {name: str(root / str(value)) if name == "teacher" else value for name, value in options.items()}
+    names: dict[str, Any] = {"dataset": str(root / "texts.jsonl"), "output": str(root / output), **options}
+    names["model"] = str(root / model)
     if verb == "convert":
-        convert_checkpoint(ConvertJob.of(**names, **{"align_steps": 0, **options}))
+        convert_checkpoint(ConvertJob.of(**{"align_steps": 0, **names}), on_event)
+    elif verb == "align":
+        align_checkpoint(AlignJob.of(**names), on_event)
     else:
-        distill_checkpoint(DistillJob.of(**names, **options))
+        distill_checkpoint(DistillJob.of(**names), on_event)
 
 
-def aligned(root: Path, models: Sequence[str], count: str, options: Mapping[str, object]) -> None:
-    """Convert models in a folder, with an alignment."""
+def aligned(
+    root: Path, jobs: Sequence[tuple[str, str, str, Mapping[str, Any]]], whole: bool = False, stop: int = 0
+) -> None:
+    """Do jobs (verb, model, output, options) under FSDP, and check that large weights stay in their files.
+
+    With `whole` each process first reads all weights. With `stop` each job is interrupted after a step, and resumed.
+    """
     torch.set_num_threads(1)
-    for name in models:
-        job(root, "convert", name, f"{name} {count}", options)
+    fill = sharding.fill
+    if whole:
+        offload.load_in_files = lambda empty, load, device: load()
+
+    def filled(copied: Any, model: Any, *given: Any, **more: Any) -> None:
+        large = [x for name, x in model.named_parameters() if x.ndim > 1 and STAYS.match(name)]
+        assert large and all(x.is_meta or isinstance(x, DTensor) for x in large) is not whole
+        fill(copied, model, *given, **more)
+
+    sharding.fill = filled
+    for *names, options in jobs:
+        if stop:
+            with contextlib.suppress(KeyboardInterrupt):
+                job(root, *names, options, interrupt(stop))
+            torch.distributed.barrier()
+            assert not (root / names[-1]).exists()
+        job(root, *names, options | {"resume": True} if stop else options)
 
 
 def sharded_jobs(
@@ -98,7 +130,7 @@ def sharded_jobs(
                 key for key in stays if not model.get_parameter(key).is_meta
             ]
         parts = [x for x in copied.base_model.parameters() if isinstance(x, DTensor)]
-        assert sum(x.to_local().numel() for x in parts) < 0.6 * sum(x.numel() for x in parts)
+        assert sum(x.to_local().numel() for x in parts) < most_of_a_process() * sum(x.numel() for x in parts)
         return copied
 
     loop.frozen_model = check
