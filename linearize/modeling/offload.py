@@ -210,7 +210,7 @@ class Changes(dict[str, Any]):
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         # Maps of a file begin where every dtype may.
         start = self.file.seek(-(-self.file.seek(0, os.SEEK_END) // 64) * 64)
-        self.file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self.file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
         self.file.flush()
         super().__setitem__(name, (start, tensor.nbytes, tensor.dtype, tensor.shape))
 

@@ -100,7 +100,7 @@ def aligned(
 
     def filled(copied: Any, model: Any, *given: Any, **more: Any) -> None:
         large = [x for name, x in model.named_parameters() if x.ndim > 1 and STAYS.match(name)]
-        assert large and all(x.is_meta or isinstance(x, DTensor) for x in large) is not whole
+        assert large and all(isinstance(x, DTensor) or x.is_meta is not whole for x in large)
         fill(copied, model, *given, **more)
 
     sharding.fill = filled
