@@ -43,10 +43,14 @@ def both_ways(switch, mixer, inputs, mask=None):
 
 @torch.no_grad()
 def rounding(mixer, inputs, mask, out):
-    """Return how far fp32 may lead each row [B, H, T]: signed weights, whose sums cancel, make of its rounding more."""
+    """Return how far fp32 may lead each row [B, H, T]: signed weights, whose sums cancel, make of its rounding more.
+
+    So do the kernel's weights of looked-up keys, which are subtracted: up to 1e-5 of the row's sum (`routed.LARGEST`).
+    """
     q, k, v = inputs
     weights = mixer.weights(q, k, scaling=D**-0.5, key_padding_mask=mask)
-    return 3e-6 * weights.abs().sum(dim=-1) * (v.abs().max() + out.abs().amax(dim=-1))
+    subtracts = mixer.positive and mixer.info.name != "none" and mixer.hybrid.routed_heads
+    return (1e-5 if subtracts else 3e-6) * weights.abs().sum(dim=-1) * (v.abs().max() + out.abs().amax(dim=-1))
 
 
 @DIRECTIONS
