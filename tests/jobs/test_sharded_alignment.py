@@ -35,10 +35,11 @@ CASES = {
     "low rank": ("align", "linear", ALIGN | {"train": "lora", "teacher": "llama"}),
     "blocks": ("align", "linear", ALIGN | {"teacher": "llama"}),
     "half": ("align", "half", ALIGN),
+    "fp16": ("align", "sixteen", ALIGN),
     "worse": ("align", "half", ALIGN | {"learning_rate": 1.0, "kernel_learning_rate": 1.0, "steps": 2}),
 }
-ALIKE = [case for case, (_, model, _) in CASES.items() if model != "half"]
-"""Of weights in bf16, the last bit depends on the order of sums."""
+ALIKE = [case for case, (_, model, _) in CASES.items() if model not in ("half", "sixteen")]
+"""Of weights in half precision, the last bit depends on the order of sums."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def root(tmp_path_factory):
     # A weights file for almost every weight.
     model = loud_converted("llama", "AutoModelForCausalLM")
     linearize.save(model, root / "linear", processor=tokenizer(), max_shard_size=4000)
-    linearize.save(model.to(torch.bfloat16), root / "half", processor=tokenizer())
+    for name, dtype in {"half": torch.bfloat16, "sixteen": torch.float16}.items():
+        linearize.save(model.to(dtype), root / name, processor=tokenizer())
     for case in ALIKE:
         # A process of two takes every other batch.
         stage_one.job(root, *jobs("one", {"gradient_accumulation": 2})[case])
