@@ -342,11 +342,14 @@ class Shards:
             RuntimeError: if the files' weights are not the model's.
             OSError, SafetensorError: if they cannot be read.
         """
-        own = self._tensors()
+        self._read(self._tensors(), folder, "model*.safetensors")
+
+    def _read(self, own: Mapping[str, Tensor], folder: Path, pattern: str) -> None:
+        """Fill tensors from the files that `save_gathered` wrote."""
         places: dict[str, Path] = {}
         if self.accelerator.is_main_process:
-            if not (files := sorted(folder.glob("model*.safetensors"))):
-                raise FileNotFoundError(folder)
+            if not (files := sorted(folder.glob(pattern))):
+                raise FileNotFoundError(folder / pattern)
             sizes: dict[str, tuple[int, ...]] = {}
             for file in files:
                 source = safe_open(file, "pt")
@@ -368,22 +371,38 @@ class Shards:
                 tensor.copy_(broadcast(full))
 
     def save_moments(self, optimizer: Optimizer | None, schedule: LRScheduler | None, folder: Path) -> None:
-        """Write the states of the optimizer, gathered in host memory of the main process, and of its schedule."""
+        """Write the states of the optimizer, its moments file by file as in `save`, and of its schedule."""
         assert optimizer is not None and schedule is not None
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_optimizer_state_dict(self.model, optimizer, options=options)
+        state = get_optimizer_state_dict(self.model, optimizer)
+        save_gathered(_moments(state), folder / "optimizer.safetensors")
         if self.accelerator.is_main_process:
-            torch.save(state, folder / MOMENTS)
+            torch.save({"param_groups": state["param_groups"]}, folder / MOMENTS)
             torch.save(schedule.state_dict(), folder / RATES)
 
     def load_moments(self, optimizer: Optimizer | None, schedule: LRScheduler | None, folder: Path) -> None:
-        """Read what `save_moments` wrote; the main process reads the moments, and every process gets its part."""
+        """Read what `save_moments` wrote; the main process reads the moments, and every process gets its part.
+
+        Raises:
+            RuntimeError: if the moments are not those of the model's weights.
+            OSError, SafetensorError: if they cannot be read.
+        """
         assert optimizer is not None and schedule is not None
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         load = partial(torch.load, map_location="cpu", weights_only=True)
-        state = load(folder / MOMENTS) if self.accelerator.is_main_process else {}
-        set_optimizer_state_dict(self.model, optimizer, state, options=options)
+        if any(folder.glob("optimizer*.safetensors")):
+            state = get_optimizer_state_dict(self.model, optimizer)
+            self._read(_moments(state), folder, "optimizer*.safetensors")
+            set_optimizer_state_dict(self.model, optimizer, {**state, **load(folder / MOMENTS)})
+        else:
+            # As earlier versions wrote it: all in one file.
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            state = load(folder / MOMENTS) if self.accelerator.is_main_process else {}
+            set_optimizer_state_dict(self.model, optimizer, state, options=options)
         schedule.load_state_dict(load(folder / RATES))
+
+
+def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state by name."""
+    return {f"{name}/{key}": tensor for name, one in state["state"].items() for key, tensor in one.items()}
 
 
 def make_accelerator(model: PreTrainedModel) -> Accelerator:

@@ -126,11 +126,12 @@ def test_weights_that_are_read_in_parts_equal_whole_ones_to_the_bit(case, root):
         assert next(files).read_bytes() == next(files).read_bytes()
 
 
-def test_a_resumed_run_ends_as_the_first_would_to_the_bit(root):
-    options = OPTIONS | LORA | {"eval_every": 2}
-    whole, parts = (job(root, "llama", name, options) for name in ("whole", "parts"))
+@pytest.mark.parametrize("more", [LORA, pytest.param({}, marks=pytest.mark.slow)], ids=["low rank", "in full"])
+def test_a_resumed_run_ends_as_the_first_would_to_the_bit(more, root):
+    options = OPTIONS | more | {"eval_every": 2}
+    whole, parts = (job(root, "llama", f"{name} {len(more)}", options) for name in ("whole", "parts"))
     together(tuning.sharded, [whole], 3, parts, environment=tuning.FSDP)
-    one, two = (load_file(root / name / "model.safetensors") for name in ("whole", "parts"))
+    one, two = (load_file(root / f"{name} {len(more)}" / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[name], two[name]) for name in one) and one.keys() == two.keys()
     assert not list(root.glob("*.training"))
 
