@@ -34,6 +34,7 @@ WINDOWS = (
     *({"window": 5, "sinks": 3}, {"window": 5, "sinks": 3, "exact_keys": 4}, {"window": 60, "exact_keys": 60}),
     {"window": 9, "sinks": 3, "routed_blocks": "2:3"},
     {"window": 4, "routed_blocks": "9"},
+    {"window": 4, "sinks": 1, "routed_blocks": "3:2", "routed_heads": (1,)},
 )
 
 
