@@ -29,7 +29,7 @@ html_js_files = ["filter.js"]  # The search field above the table of models.
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-# The notebook that is stored with outputs (`make notebooks`) shows them; the others run here, except the one of minutes.
+# The notebook stored with outputs (`make notebooks`) shows them; the others run here, except the one of minutes.
 nb_execution_mode = "auto"
 nb_execution_excludepatterns = ["notebooks/long_documents.ipynb", "notebooks/convert_and_look.ipynb"]
 nb_execution_in_temp = True
