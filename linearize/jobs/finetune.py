@@ -8,17 +8,14 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from linearize.checkpoint.loading import load_processor, move
-from linearize.checkpoint.output import check_room
 from linearize.checkpoint.provenance import add_command, read_log
-from linearize.checkpoint.save import size_of
 from linearize.core.errors import CheckpointError, ConfigError, NotSavedError
 from linearize.core.options import name_of
 from linearize.jobs.advice import after_tuning, long_measuring
 from linearize.jobs.events import Callback, Concluded, DataOpened, Logged, Noted, Saved, StepDone, ignore
-from linearize.jobs.stages import note_exact_rows, reserved
+from linearize.jobs.stages import check_space, note_exact_rows, reserved
 from linearize.jobs.task_config import TuneJob
 from linearize.modeling.model import is_linearized
-from linearize.modeling.offload import CHANGES
 from linearize.modeling.plan import Plan
 from linearize.training.processes import is_main, own_device, under_fsdp, wait_for_all
 from linearize.training.stage_two import save as saving
@@ -46,12 +43,10 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
     with reserved(job):
         model, data, teacher, earlier = open_tuning(job, on_event)
         work = work_folder(job)
-        vars(model)[CHANGES] = target.parent
-        if is_main():
-            check_room(target, size_of(model, trained=True))
-            if not job.resume:
-                # Last, after all checks.
-                saving.remove_work(work)
+        check_space(model, target, trained=True)
+        if is_main() and not job.resume:
+            # Last, after all checks.
+            saving.remove_work(work)
         result = finetune(
             model,
             data,

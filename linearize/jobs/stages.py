@@ -216,11 +216,26 @@ def make_room(context: Context) -> None:
     """
     if under_fsdp() and aligns(context.job):
         check_tied(context.loaded.model)
-    vars(context.loaded.model)[CHANGES] = Path(context.target).parent
+    check_space(context.loaded.model, context.target, trained=aligns(context.job))
     if is_main():
-        check_room(context.target, size_of(context.loaded.model, trained=aligns(context.job)))
         clear_states(context.job)
     keep_choices(context)
+
+
+def check_space(model: PreTrainedModel, target: str | Path, *, trained: bool) -> None:
+    """Check, in the main process, that the disk has room for the result; new values of weights in files go there too.
+
+    Args:
+        model: the model that will be saved.
+        target: the output folder.
+        trained: whether the model's own weights change.
+
+    Raises:
+        CheckpointError: if there is not enough room.
+    """
+    vars(model)[CHANGES] = Path(target).parent
+    if is_main():
+        check_room(target, size_of(model, trained=trained))
 
 
 def keep_choices(context: Context) -> None:

@@ -91,12 +91,12 @@ class Memory(NamedTuple):
 
     def of_heads(self, heads: list[int]) -> Memory:
         """Return the memory of some key heads."""
+        if len(heads) == self.k.shape[1]:
+            return self
         return Memory(self.k[:, heads], self.v[:, heads], self.channels[:, heads], self.tokens)
 
     def among(self, key_heads: int, heads: list[int]) -> Memory:
         """Return a memory of all key heads, with zeros for those that are not among `heads`, of which this one is."""
-        if len(heads) == key_heads:
-            return self
 
         def spread(x: Tensor) -> Tensor:
             return x.new_zeros(len(x), key_heads, *x.shape[2:]).index_copy(1, _index(heads, x), x)
@@ -107,6 +107,25 @@ class Memory(NamedTuple):
         """Return it as fields of `WindowState`, in one piece each: a step of the native op writes into them."""
         fields = {"all_k": self.k, "all_v": self.v, "channels": self.channels, "tokens": self.tokens}
         return {name: x.contiguous() for name, x in fields.items()}
+
+
+def remembered(
+    old: WindowState | None, k: Tensor, v: Tensor, count: Tensor, window: Window, heads: int
+) -> tuple[Memory, Memory]:
+    """Return the memory of all key heads after keys k [B, K, T, D] and values v, and the one that a state keeps.
+
+    That one has only the key heads that are looked up by one of `heads` query heads. After a state, the first has zeros
+    for the others. `count` [B] of the keys are tokens.
+    """
+    size, own = window.block_size, window.remembered(heads, k.shape[1])
+    if old is None:
+        every = Memory.of(k, v, count, size)
+        return every, every.of_heads(own)
+    if window.routed_heads:
+        held = Memory.after(old, k[:, own], v[:, own], count, size)
+        return held.among(k.shape[1], own), held
+    held = Memory.after(old, k, v, count, size)
+    return held, held
 
 
 def _index(heads: Sequence[int], like: Tensor) -> Tensor:

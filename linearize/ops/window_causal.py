@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.causal import causal_sums
-from linearize.ops.routed import Memory, routed_parts
+from linearize.ops.routed import remembered, routed_parts
 from linearize.ops.state import (
     FLOOR,
     Options,
@@ -226,12 +226,8 @@ def causal_parts(
     near = softmax_part(queries.x, whole.part(slice(1, None)), 0, window.size, window.scaling, columns, chosen)
     parts = [(mixed, queries.scale() + level), near]
     if window.blocks:
-        size = window.block_size
-        heads = window.remembered(queries.x.shape[1], keys.k.shape[1])
-        k, v = (keys.k[:, heads], keys.v[:, heads]) if window.routed_heads else keys[:2]
-        memory = Memory.of(k, v, count, size) if old is None else Memory.after(old, k, v, count, size)
+        every, memory = remembered(old, keys.k, keys.v, count, window, queries.x.shape[1])
         place = (memory.tokens - count)[:, None] + torch.arange(tokens, device=count.device)
-        every = memory.among(keys.k.shape[1], heads)
         parts = [near, *routed_parts(queries, given, every, place, window, parts[:1], choose)]
         more |= memory.present()
     end = count[:, None] + torch.arange(window.size, device=keys.mask.device)

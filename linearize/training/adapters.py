@@ -120,8 +120,8 @@ def adapter_files(model: PreTrainedModel, config: LoraConfig, base: str) -> dict
             head = name.rpartition(".")[0] if inside else name.partition(".")[0]
             trained[f"{before}.linear_attention" if kernel else head] = None
     whole = list(trained)
-    parts = (".lora_", *(f"^{module}." for module in whole))
-    tensors = {name: x for name, x in model.state_dict().items() if any(part in f"^{name}" for part in parts)}
+    inside_whole = tuple(f"{module}." for module in whole)
+    tensors = {name: x for name, x in model.state_dict().items() if ".lora_" in name or name.startswith(inside_whole)}
     peft_config = _peft_config(model, config, targets, modules_to_save=whole or None, base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as folder:
         peft_config.save_pretrained(folder)

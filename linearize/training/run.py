@@ -280,7 +280,7 @@ class Run(ABC):
         return self.trainer.snapshot()
 
     def last_state(self) -> RunState | None:
-        """Return the state of the finished run; None unless the part is the last one, and under FSDP."""
+        """Return the state of the finished run; None unless the part is the last one. Not asked under FSDP."""
         return self.current_state()
 
     def load(self, weights: Mapping[str, Tensor]) -> RunState | None:

@@ -23,7 +23,7 @@ def native_cache():
     if compiler() is None:
         pytest.skip("no C compiler")
     # Workers and later runs share it: it takes a while to compile. The name of the record says what is compiled.
-    folder = Path(__file__).parents[2] / "build" / f"{locate.record_file().stem}"
+    folder = Path(__file__).parents[2] / "build" / locate.record_file().stem
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch, FileLock(folder / "lock"):
         patch.setenv("XDG_CACHE_HOME", str(folder))

@@ -159,8 +159,7 @@ def _attend_routed(
     if not call.needs_state or not form.causal:
         return out, None
     past = State(near.kv, near.log_scale)
-    if form.routed_heads:
-        memory = memory.of_heads(form.remembered(q.shape[1], k.shape[1]))
+    memory = memory.of_heads(form.remembered(q.shape[1], k.shape[1]))
     return out, state_after(k, v, real, form, past).present() | memory.present()
 
 

@@ -343,12 +343,12 @@ class Engine:
 
         Shapes: q [B, H, R, D], `channels` [B, K, D, N], `places` [B, R], `count` [B].
         """
+        if form.routed_heads:
+            return in_heads(self.choose, q, channels, places, count, form)
         channels = channels if channels.dtype in structures.TYPES else channels.float()
         tensors = {"q": q.float(), "channels": channels, "places": places, "count": count}
         tensors = {name: x.contiguous() for name, x in tensors.items()}
         (batch, heads, rows, size), (_, key_heads, _, keys) = q.shape, channels.shape
-        if form.routed_heads:
-            return in_heads(self.choose, q, channels, places, count, form)
         blocks = keys // form.block_size
         slots = min(form.blocks, blocks)
         tensors["chosen"] = torch.empty(batch, heads, rows, slots, dtype=torch.int64)

@@ -153,7 +153,8 @@ def without_folders(description: str) -> str:
 STARTED = "started.json"
 PARTS = re.compile(r"checkpoint-\d+|\.?started\.json")
 TRAINERS = re.compile(
-    r"(optimizer|scheduler|scaler)\.pt|optimizer(-\d+-of-\d+)?\.safetensors|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
+    r"(optimizer|scheduler|scaler)\.pt|optimizer(-\d+-of-\d+)?\.safetensors|rng_state(_\d+)?\.pth"
+    r"|trainer_state\.json|training_args\.bin"
     r"|adapter_config\.json|adapter_model\.safetensors|" + TRANSFORMERS.pattern
 )
 """Files of the trainer's checkpoints; after a kill, any of them may be the only one left."""
