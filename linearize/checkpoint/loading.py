@@ -28,7 +28,7 @@ from linearize.core.errors import (
     first_line,
     unknown_name,
 )
-from linearize.core.heads import HEADS, Modality, Processor, head_of_class
+from linearize.core.heads import HEADS, Modality, Processor, fit_tokenizer, head_of_class
 from linearize.core.parsing import parse_json, read_json, user_path
 from linearize.core.registry import Values
 
@@ -128,10 +128,9 @@ def model_loader(name: str, task: str | None, revision: str | None) -> tuple[Val
     architecture = (raw.get("architectures") or [None])[0]
     loader: Any = getattr(transformers, HEADS[task].auto_class if task else str(architecture), None)
     if task is None and not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
-        loader = transformers.AutoModel
-    if task is None and "architecture" in raw and raw.get("num_classes"):
         # timm's config.json does not name a transformers class.
-        loader = transformers.AutoModelForImageClassification
+        classifier = "architecture" in raw and raw.get("num_classes")
+        loader = transformers.AutoModelForImageClassification if classifier else transformers.AutoModel
     return raw, loader, architecture or ""
 
 
@@ -167,6 +166,8 @@ def _loaded(model: PreTrainedModel, name: str, device: str, revision: str | None
     for kind in ("sound", "all") if several else ():
         with contextlib.suppress(LinearizeError):
             whole.append(load_processor(name, kind, revision))
+    if model.base_model is not model and not model.can_generate():
+        fit_tokenizer(model, processor)
     return Loaded(model, processor, modality, name, embedder, whole)
 
 

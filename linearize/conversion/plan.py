@@ -245,7 +245,9 @@ def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Pla
     for module, hybrid in hybrids.items():
         layer = model.base_model.get_submodule(f"{module}.linear_attention")
         assert isinstance(layer, LinearAttention)
-        layer.map_mixer.change(hybrid)
+        # Mixers without a feature map have no additions to change.
+        if hybrid != layer.hybrid:
+            layer.map_mixer.change(hybrid)
     changed = [layer for layer in plan.layers if layer.module in hybrids]
     plan = plan.with_layers(dataclasses.replace(layer, hybrid=hybrids[layer.module]) for layer in changed)
     model.config.linearize = {**model.config.linearize, **plan.to_dict()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from linearize.core.registry import Values
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 Modality = Literal["text", "image"]
 """The kind of input that a model reads."""
@@ -94,3 +94,12 @@ HEADS: dict[str, Head] = {
 def head_of_class(class_name: str) -> Head | None:
     """Return the head of a transformers class (or of its converted form) by the class name; None if it has no head."""
     return next((head for head in HEADS.values() if head.is_of(class_name)), None)
+
+
+def fit_tokenizer(model: PreTrainedModel, processor: Processor | None) -> None:
+    """Set the padding token in a model's config if it has none; GPT's classifiers read the last token before it."""
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(processor, PreTrainedTokenizerBase) and getattr(model.config, "pad_token_id", 0) is None:
+        padding = processor.pad_token_id
+        model.config.pad_token_id = processor.eos_token_id if padding is None else padding

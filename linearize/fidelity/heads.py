@@ -28,6 +28,7 @@ from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Callback, Started, ignore
+from linearize.core.registry import kernel_info
 from linearize.fidelity.ablate import changed, undone, without_kernel
 from linearize.fidelity.teacher import Batch, last_states, softmax_heads_output
 from linearize.modeling.model import evaluating
@@ -146,7 +147,7 @@ def head_shares(
 
 def too_many_heads(count: int, heads: int) -> ConfigError:
     """Return the error for more heads that keep softmax than there are."""
-    return ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {heads} heads")
+    return ConfigError(f"keep-softmax-heads: got {count}, but the converted layers have {heads} heads that can keep it")
 
 
 def keep_heads(
@@ -198,7 +199,7 @@ def keep_heads(
             found.append(head_shares(model, group, on_event, points))
     ranked: list[tuple[float, str, int]] = []
     for name, layer in linear_attentions(model.base_model).items():
-        if hasattr(layer.mixer, "softmax_heads"):
+        if kernel_info(layer.kernel).windowed:
             share = torch.stack([shares[name] for shares in found]).sum(dim=0)
             ranked += [(value, name, head) for head, value in enumerate(share.tolist())]
     ranked.sort(reverse=True)

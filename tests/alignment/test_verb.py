@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.checkpoints import make_original, texts
 from support.pictures import cheap_pictures
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from linearize.cli import main
 from linearize.training.alignment.trainer import AlignTrainer
@@ -69,6 +69,19 @@ def test_align_writes_a_checkpoint_that_loads(here, tmp_path, capsys):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.startswith("encoder.layer.") for name in changed)
     assert str(here) not in (out / "config.json").read_text()
+
+
+def test_a_classifier_that_decodes_gets_its_tokenizers_padding(here, tmp_path):
+    """GPT-2's head reads the last token before the padding: a ValueError of transformers for a batch of two."""
+    make_original(tmp_path / "gpt2", "gpt2", "AutoModelForSequenceClassification")
+    config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    steps = ["--distill-steps", "1", "--align-steps", "1"]
+    assert main(["convert", str(tmp_path / "gpt2"), *DATA, *steps, "--output", str(tmp_path / "out")]) == 0
+    padding = AutoTokenizer.from_pretrained(tmp_path / "gpt2").pad_token_id
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == padding is not None
+    line = ["align", str(tmp_path / "out"), "--teacher", str(tmp_path / "gpt2"), *DATA, "--steps", "1"]
+    assert main([*line, "--output", str(tmp_path / "again")]) == 0
 
 
 def test_an_interrupted_alignment_goes_on(here, tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import linearize
 from linearize.attention.interface import linear_attentions, observed
+from linearize.conversion.plan import change_hybrids
 from linearize.core.errors import ConfigError
 from linearize.core.events import Advanced, Started
 from linearize.fidelity import heads
@@ -106,9 +107,22 @@ def test_kept_heads_survive_a_save(tmp_path):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("kernel", ["diag_softmax", "norm_elu"])
+def test_heads_are_found_beside_layers_that_can_keep_none(kernel):
+    model = converted("llama", CAUSAL, layers={0: "hedgehog", 1: kernel})
+    plan = Plan.from_dict(model.config.linearize)
+    after = keep_heads(model, plan, 4, [inputs_of(model)])
+    assert [layer.hybrid.softmax_heads for layer in after.converted] == [(0, 1, 2, 3), ()]
+    # As a resumed run does.
+    again = converted("llama", CAUSAL, layers={0: "hedgehog", 1: kernel})
+    assert change_hybrids(again, {layer.module: layer.hybrid for layer in after.converted}) == after
+    with pytest.raises(ConfigError, match="got 5, but the converted layers have 4 heads that can keep it"):
+        keep_heads(model, plan, 5, [inputs_of(model)])
+
+
 def test_more_heads_than_there_are():
     model = converted("llama", CAUSAL, "hedgehog")
-    with pytest.raises(ConfigError, match="got 9, but the converted layers have 8 heads"):
+    with pytest.raises(ConfigError, match="got 9, but the converted layers have 8 heads that can keep it"):
         keep_heads(model, Plan.from_dict(model.config.linearize), 9, [inputs_of(model)])
 
 

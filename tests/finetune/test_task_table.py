@@ -8,11 +8,12 @@ import pytest
 import transformers
 from support.tasks import no_rows
 
+from linearize.core.errors import ConfigError
 from linearize.core.heads import HEADS, head_of_class
 from linearize.jobs.task_config import TaskChoice
 from linearize.training.stage_two.metrics import METRICS
 from linearize.training.stage_two.task_types.base import TaskType
-from linearize.training.stage_two.tasks import TASKS
+from linearize.training.stage_two.tasks import TASKS, task
 
 CLASSES = {
     "BertForMaskedLM": ("fill-mask", "fill-mask"),
@@ -41,6 +42,14 @@ def test_a_class_has_the_head_that_its_auto_class_loads(name):
 def test_the_help_names_every_task():
     said = next(field for field in dataclasses.fields(TaskChoice) if field.name == "task").metadata["help"]
     assert set(TASKS) <= set(said.partition(" (")[0].split(", "))
+
+
+@pytest.mark.parametrize("name", sorted(set(HEADS) - set(TASKS)))
+def test_the_name_of_a_head_leads_to_its_tasks(name):
+    """`convert --task text-generation` is right, so people try it with `finetune`; the nearest name is another task."""
+    tasks = [known.name for known in TASKS.values() if known.head.name == name] or ["text-classification"]
+    with pytest.raises(ConfigError, match=f"which is a head, expected a task such as {', '.join(tasks)}$"):
+        task(name)
 
 
 def test_a_class_without_a_head_has_none():

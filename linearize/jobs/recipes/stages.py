@@ -27,7 +27,7 @@ from linearize.conversion.plan import convert as put_in_kernels
 from linearize.conversion.positions import current_length, extend_positions, extend_processor
 from linearize.core.errors import CheckpointError, ConfigError
 from linearize.core.events import Callback, Noted
-from linearize.core.heads import Processor
+from linearize.core.heads import Processor, fit_tokenizer
 from linearize.core.options import options_of
 from linearize.core.parsing import MOST_TEXT, read_json, user_path
 from linearize.core.registry import Values
@@ -45,7 +45,7 @@ from linearize.jobs.synthetic.tokenizers import LEARNED, make_tokenizer
 from linearize.training.alignment.loop import align
 from linearize.training.stage_one.loop import distill
 from linearize.training.stage_two.config import TuneConfig
-from linearize.training.stage_two.load import beyond_training, check_length, fit_tokenizer, load_for_task, load_teacher
+from linearize.training.stage_two.load import beyond_training, check_length, load_for_task, load_teacher
 from linearize.training.stage_two.prepare import hold_out, prepare
 from linearize.training.stage_two.rows import RowSet, as_dataset
 from linearize.training.stage_two.save import remove_work, save_model, tuning_files, tuning_record

@@ -20,10 +20,9 @@ from linearize.checkpoint.ownership import check_links, read_mapping
 from linearize.conversion.gguf import in_safetensors, load_weights, located, read_config_values, timm_options
 from linearize.conversion.positions import current_length, extend_positions, extend_processor, runs_beyond_limit
 from linearize.core.errors import CheckpointError, ConfigError, some, unknown_name
-from linearize.core.heads import Processor, head_of_class
+from linearize.core.heads import Processor, fit_tokenizer, head_of_class
 from linearize.core.parsing import user_path
 from linearize.core.registry import ReadOnlyValues, Values
-from linearize.data.encode import copy_tokenizer
 from linearize.fidelity.teacher import run_module
 from linearize.modeling import offload
 from linearize.modeling.model import evaluating, is_linearized
@@ -269,14 +268,6 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
         name = type(model).__name__
         model.config.linearize = {**model.config.linearize, "base_architecture": name}
     return model
-
-
-def fit_tokenizer(model: PreTrainedModel, processor: Processor | None) -> None:
-    """Set the padding token in a model's config if it has none; GPT's classifiers need it."""
-    from transformers import PreTrainedTokenizerBase
-
-    if isinstance(processor, PreTrainedTokenizerBase) and getattr(model.config, "pad_token_id", 0) is None:
-        model.config.pad_token_id = copy_tokenizer(processor).pad_token_id
 
 
 def check_trained(name: str, task: Task) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from linearize.core.errors import ConfigError, repeated, unknown_name
+from linearize.core.heads import HEADS
 from linearize.core.registry import Values
 
 if TYPE_CHECKING:
@@ -294,10 +295,13 @@ def task(
 
     Raises:
         UnknownNameError: for an unknown task.
-        ConfigError: if there are more columns than the type of task reads, a label column for rows without labels, or a
-            class twice.
+        ConfigError: for the name of a head; if there are more columns than the type of task reads, a label column for
+            rows without labels, or a class twice.
     """
     if name not in TASKS:
+        if name in HEADS:
+            tasks = ", ".join(other.name for other in _ALL if other.head.name == name) or "text-classification"
+            raise ConfigError(f"task: got {name!r}, which is a head, expected a task such as {tasks}")
         raise unknown_name("task", name, TASKS)
     known = TASKS[name]
     if columns and len(columns) > known.type.columns:
