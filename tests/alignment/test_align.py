@@ -87,6 +87,20 @@ def _of(output, kind, keep):
     return logits[keep] if logits.ndim == 3 else logits
 
 
+@pytest.mark.parametrize("train", ["kernels", "lora"])
+@pytest.mark.parametrize("kernel", [info.name for info in linearize.kernel_infos()])
+def test_kernels_with_nothing_to_learn_are_refused(kernel, train):
+    """`--kernel elu --align-train kernels` ended in a KeyError."""
+    model = converted("bert", kernel=kernel, window=2 if kernel == "none" else None)
+    learns = any(".linear_attention." in name for name, _ in model.named_parameters())
+    config = AlignConfig(steps=1, blockwise=0, train=train)
+    if learns or train == "lora":
+        assert align(model, Fixed(batches(model)), config).steps == 1
+    else:
+        with pytest.raises(ConfigError, match="got train=kernels, but these kernels have nothing to learn"):
+            align(model, Fixed(batches(model)), config)
+
+
 @pytest.mark.parametrize("train", ["kernels", "attention", "blocks", "lora"])
 def test_only_what_is_asked_for_is_trained(train):
     model = sharp("bert", "AutoModelForSequenceClassification")

@@ -24,7 +24,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
-from linearize.core.errors import TrainingError
+from linearize.core.errors import ConfigError, TrainingError
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, measure
@@ -120,7 +120,8 @@ def align(
         The result, with the closeness of student and teacher before and after, on held-out batches.
 
     Raises:
-        ConfigError: if the student is not converted, the teacher does not fit it, or an option does not fit.
+        ConfigError: if the student is not converted, the teacher does not fit it, nothing would be trained, or an
+            option does not fit.
         DataError: if there are no held-out batches.
         TrainingError: if the run diverges repeatedly; the student then keeps its best earlier weights.
     """
@@ -138,6 +139,11 @@ def align(
     else:
         move(student, accelerator.device)
     trained = trained_parameters(student, find_blocks(student), config.train)
+    if not trained and config.train != "lora" and config.phases():
+        raise ConfigError(
+            f"alignment: got train={config.train}, but these kernels have nothing to learn; train blocks, attention or "
+            "lora, or leave the alignment out (0 steps)"
+        )
     same = [name for name, _ in student.named_parameters() if name not in trained and not sharded]
     # Under FSDP the student itself is not trained, but a copy.
     teacher = make_teacher(student, teacher, shared=sharded or config.train == "kernels", frozen=same)
