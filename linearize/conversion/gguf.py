@@ -138,9 +138,7 @@ def load_weights(loader: Any, name: str, **options: Any) -> PreTrainedModel:
     body = body_prefix(model)
     missing = sorted(key for key in info["missing_keys"] if type(model).__name__ in classes or key.startswith(body))
     if missing:
-        raise CheckpointError(
-            f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
-        )
+        raise _lacking(model, name, info, missing)
     # transformers sets this to the title of the model, which could be mistaken for a name on the Hub.
     model.config._name_or_path = model.name_or_path = name
     vars(model.config).pop("_model_name_or_path", None)
@@ -167,6 +165,15 @@ def in_safetensors(name: str, config: ReadOnlyValues, revision: str | None = Non
     return find_gguf(name) is None and "architecture" not in config and bool(read_header(name, revision=revision))
 
 
+def _lacking(model: PreTrainedModel, name: str, info: ReadOnlyValues, missing: list[str]) -> CheckpointError:
+    """Return the error for tensors that a checkpoint lacks, or has under names that the model's class does not read."""
+    own = type(model).__name__
+    same = [key for key in info["unexpected_keys"] if key.partition(".")[2] == missing[0].partition(".")[2]]
+    todo = f"they are there, as {same[0]} ..., but {own} reads other names: choose another task" if same else ""
+    what = f"{name!r} lacks {len(missing)} tensors of {own} ({missing[0]} ...)"
+    return CheckpointError(f"{what}; {todo or 'download it again'}")
+
+
 def _check_layers(model: PreTrainedModel, name: str, info: ReadOnlyValues, new_head: bool) -> None:
     """Check that a model's layers were loaded; transformers fills in missing weights at random.
 
@@ -176,9 +183,7 @@ def _check_layers(model: PreTrainedModel, name: str, info: ReadOnlyValues, new_h
 
     layers = re.compile(rf"{re.escape(body_prefix(model))}(.*\.)?\d+\.")
     if missing := sorted(filter(layers.match, info["missing_keys"])):
-        raise CheckpointError(
-            f"{name!r} lacks {len(missing)} tensors of {type(model).__name__} ({missing[0]} ...); download it again"
-        )
+        raise _lacking(model, name, info, missing)
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         if layers.match(key) or not new_head:
             raise CheckpointError(

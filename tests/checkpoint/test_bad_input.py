@@ -436,6 +436,16 @@ def test_an_original_without_a_layer_or_with_other_sizes_is_refused(tmp_path):
             load_model(str(tmp_path))
 
 
+def test_a_class_that_reads_other_names_is_named(tmp_path):
+    """Llama's class for questions calls its body `transformer`: "download it again" would not help."""
+    original("llama", "AutoModelForCausalLM").save_pretrained(tmp_path)
+    message = (
+        r"lacks \d+ tensors of LlamaForQuestionAnswering .* as model\.layers\..* reads other names: choose another task"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_model(str(tmp_path), task="question-answering")
+
+
 def test_one_class_name_in_place_of_a_list_keeps_the_head(tmp_path):
     """Its first letter was taken for the name, and the model without its head."""
     original("bert", "AutoModelForMaskedLM").save_pretrained(tmp_path)
