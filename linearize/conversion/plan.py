@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 import warnings
 from collections.abc import Mapping
 
@@ -29,8 +30,8 @@ from linearize.conversion.layers import Choice, ConversionConfig, choose, comple
 from linearize.conversion.positions import PositionReport, extend_positions, tokens_of_image_size
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.options import with_options
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.core.signatures import known_names, with_options
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import base_config_class, config_class
 from linearize.modeling.model import attach, change_class, is_linearized
@@ -270,6 +271,7 @@ def fading_layers(model: PreTrainedModel) -> list[LayerPlan]:
     return [layer for layer in converted if can_fade(layer.hybrid, layer.shape.causal)]
 
 
+@known_names()
 def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
     """Carry out a plan that was made for this model, in place, and return the model.
 
@@ -341,7 +343,11 @@ def _other_model(plan: Plan, model: PreTrainedModel, why: str) -> ConfigError:
 
 def _check_original(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"got {type(model).__name__}, expected a transformers model (PreTrainedModel)")
+        named = isinstance(model, str | os.PathLike)
+        load = "; load it with an Auto class first, or convert the folder with linearize.jobs.verbs.convert"
+        raise UnsupportedModelError(
+            f"got {type(model).__name__}, expected a transformers model (PreTrainedModel){load if named else ''}"
+        )
     check_merged(model)
     if is_linearized(model):
         raise UnsupportedModelError(

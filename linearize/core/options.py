@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
+import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from linearize.core.errors import ConfigError, LinearizeError, first_line, missing_package, unknown_name
+from linearize.core.errors import ConfigError, LinearizeError, first_line, unknown_name
 from linearize.core.parsing import at_home, parse_json, parse_yaml, read_text
 from linearize.core.registry import KINDS, ReadOnlyValues, Values, field_types, fits, kinds_of
 from linearize.core.registry import check as check
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-Model = TypeVar("Model")
-Result = TypeVar("Result")
-Fields = ParamSpec("Fields")
 _SECTION = "section"
 MOST_SEED = 2**32 - 1
 """Largest seed that numpy takes."""
@@ -88,6 +85,7 @@ class Option:
     Attributes:
         name: its name, with underscores.
         kind: type of its values: one of `KINDS`, or a type that `parse` returns.
+        annotation: type of what functions take: the field's own, and texts that `parse` reads.
         default: its default; MISSING if it has none, or if a factory makes it.
         metadata: the arguments of `linearize.core.registry.option`.
         group: the title of its group, or None.
@@ -97,6 +95,7 @@ class Option:
 
     name: str
     kind: object
+    annotation: Any
     default: object
     metadata: ReadOnlyValues
     group: str | None
@@ -135,11 +134,23 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
                 continue
             shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
-            kind = kinds_of(field_types(section.config)[field.name])[0]
+            hint = field_types(section.config)[field.name]
             metadata = {**field.metadata, **shown}
             needed = field.default is MISSING and field.default_factory is MISSING
-            options[name] = Option(name, kind, field.default, metadata, section.title, (place,), needed)
+            taken = _taken(hint, metadata)
+            options[name] = Option(
+                name, kinds_of(hint)[0], taken, field.default, metadata, section.title, (place,), needed
+            )
     return types.MappingProxyType(options)
+
+
+def _taken(hint: Any, metadata: ReadOnlyValues) -> Any:
+    """Return the type of an option's values in Python: any sequence for a tuple, and texts where they are parsed."""
+    sequence: Any = Sequence
+    kinds = [sequence[kind.__args__[0]] if typing.get_origin(kind) is tuple else kind for kind in kinds_of(hint)]
+    texts = [str] if "parse" in metadata and str not in kinds else []
+    nothing = [None] if type(None) in typing.get_args(hint) else []
+    return functools.reduce(operator.or_, [*kinds, *texts, *nothing])
 
 
 def make(config: type[Config], values: Mapping[str, object]) -> Config:
@@ -197,84 +208,6 @@ def effective(job: object) -> dict[str, object]:
             value = value if second is None else f"{value},{second}"
             values[name] = list(value) if isinstance(value, tuple) else value
     return values
-
-
-def with_options(
-    config: Callable[Fields, Config],
-) -> Callable[[Callable[[Model, Config], Result]], Callable[Concatenate[Model, Fields], Result]]:
-    """Make a function of a model and a config take the config's fields as its own arguments.
-
-    Editors, type checkers and `help` show them with their defaults; the config's class names each once.
-
-    Raises:
-        UnknownNameError: by the function, for an argument that is not a field.
-    """
-    signature = inspect.signature(config)
-
-    def decorate(function: Callable[[Model, Config], Result]) -> Callable[Concatenate[Model, Fields], Result]:
-        @functools.wraps(function)
-        def call(model: Model, *args: Fields.args, **options: Fields.kwargs) -> Result:
-            for name in options:
-                if name not in signature.parameters:
-                    raise unknown_name("option", name, signature.parameters)
-            return function(model, config(*args, **options))
-
-        own = inspect.signature(function)
-        parameters = [own.parameters["model"], *signature.parameters.values()]
-        vars(call)["__signature__"] = own.replace(parameters=parameters)
-        return call
-
-    return decorate
-
-
-def by_name(config: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Make a function of a job take the job's options by name, next to its own other arguments.
-
-    Options that stand without their name on the command line can do so here. `help` and notebooks show all of them with
-    their defaults; `...` is a default that depends on others, or that a factory makes.
-
-    Raises:
-        UnknownNameError: by the function, for an argument that is neither.
-        MissingPackageError: by the function, if a package is missing that an extra provides.
-    """
-    known = options_of(config)
-    first = [name for name, one in known.items() if one.metadata.get("positional")]
-
-    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        own = inspect.signature(function)
-        more = {name: one.replace(kind=one.KEYWORD_ONLY) for name, one in [*own.parameters.items()][1:]}
-
-        @functools.wraps(function)
-        def call(*given: object, **options: object) -> Result:
-            if len(given) > len(first):
-                raise ConfigError(f"{function.__name__}: got {len(given)} values without a name, expected {len(first)}")
-            for name in first[: len(given)]:
-                if name in options:
-                    raise ConfigError(f"{name}: got it twice, by its name and without; give it once")
-            for name in options:
-                if name not in known and name not in more:
-                    raise unknown_name("option", name, [*known, *more])
-            rest = {name: options.pop(name) for name in more if name in options}
-            try:
-                return function(make(config, {**dict(zip(first, given, strict=False)), **options}), **rest)
-            except ModuleNotFoundError as error:
-                raise missing_package(error) or error from error
-
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD if name in first else inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if one.required else ... if one.default is MISSING else one.default,
-                annotation=one.kind,
-            )
-            for name, one in sorted(known.items(), key=lambda item: item[0] not in first)
-        ]
-        vars(call)["__signature__"] = own.replace(parameters=[*parameters, *more.values()])
-        # Sphinx would look for the defaults of these parameters in the source of the function.
-        delattr(call, "__wrapped__")
-        return call
-
-    return decorate
 
 
 OF_THE_PLACE = ("output", "overwrite", "resume", "device")

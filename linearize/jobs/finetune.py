@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -29,7 +30,14 @@ ADAPTER = "adapter"
 """Subfolder for low-rank updates; if they were next to the weights, transformers would apply them a second time."""
 
 
-def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
+class Tuned(NamedTuple):
+    """The folder that a tuning wrote, and its result."""
+
+    output: Path
+    result: TuneResult
+
+
+def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> Tuned:
     """Tune a checkpoint on a task and save the result atomically.
 
     The trainer's own checkpoints stay in `<output>.training` until the result is saved; with `resume` an interrupted
@@ -82,7 +90,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> tuple[Path
             on_event(Noted(f"{text}."))
         findings = after_tuning(model, job, data)
     on_event(Concluded(findings))
-    return target, result
+    return Tuned(target, result)
 
 
 def work_folder(job: TuneJob) -> Path:

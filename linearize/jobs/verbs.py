@@ -6,15 +6,16 @@
 An option has its name on the command line, with underscores; numbers, lists and flags are values. What follows without
 a name is the verb's own argument. The functions of `linearize` with the same names (`convert`, `distill`, `align`,
 `search`, `embed`) take a model in memory and write nothing.
+
+`python scripts/write_stub.py` writes verbs.pyi, from which editors and type checkers know the options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearize.core.options import by_name
+from linearize.core.signatures import by_name
 from linearize.evaluation.options import BenchOptions, CompareOptions, ReportOptions
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, EmbedJob, ExportJob, InitJob, SearchJob
 from linearize.jobs.events import Callback, ignore
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from linearize.jobs.embed import EmbedResult
     from linearize.jobs.evaluate import Evaluation
     from linearize.jobs.export import ExportResult
+    from linearize.jobs.finetune import Tuned
     from linearize.jobs.longdoc import LongdocResult
     from linearize.kernel_search.result import SearchResult
     from linearize.modeling.plan import Plan
-    from linearize.training.stage_two.trainer import TuneResult
 
 
 @by_name(ConvertJob)
@@ -68,8 +69,8 @@ def search(job: SearchJob, on_event: Callback = ignore) -> SearchResult:
 
 
 @by_name(TuneJob)
-def finetune(job: TuneJob, on_event: Callback = ignore) -> tuple[Path, TuneResult]:
-    """Train a checkpoint on a task; return the folder that was written, and the result."""
+def finetune(job: TuneJob, on_event: Callback = ignore) -> Tuned:
+    """Train a checkpoint on a task; return the folder that was written (`output`), and the `result`."""
     from linearize.jobs.finetune import finetune_checkpoint
 
     return finetune_checkpoint(job, on_event)

@@ -1,14 +1,17 @@
 """The functions of verbs: the options of the command line by name, and the same results."""
 
+import ast
 import inspect
+from collections.abc import Sequence
 
 import pytest
 from support.checkpoints import WORDS, make_original, make_text
+from support.scripts import script
 
-import linearize.core.options
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError, MissingPackageError, UnknownNameError
-from linearize.core.options import by_name, make, options_of
+from linearize.core.options import make, options_of
+from linearize.core.signatures import by_name
 from linearize.evaluation.options import BenchOptions
 from linearize.jobs import verbs
 from linearize.jobs.config import ConvertJob
@@ -81,4 +84,20 @@ def test_signatures_show_defaults_and_what_must_be_given():
     shown = inspect.signature(verbs.convert).parameters
     assert shown["model"].default is inspect.Parameter.empty and shown["kernel"].default == "hedgehog"
     assert shown["kernel_arg"].default is ... and next(iter(shown)) == "model"
-    assert set(shown) == {*options_of(linearize.jobs.config.ConvertJob), "on_event"}
+    # They depend on the steps of stage one, and on the model.
+    depends = (shown["align_steps"], inspect.signature(verbs.evaluate).parameters["max_length"])
+    assert [parameter.default for parameter in depends] == [..., ...]
+    assert shown["dataset"].annotation == str | Sequence[tuple[str, float]] | None
+    assert shown["keep_softmax"].annotation == Sequence[int] | str
+    assert set(shown) == {*options_of(ConvertJob), "on_event"}
+
+
+def test_editors_know_the_options():
+    """The stub is what `python scripts/write_stub.py` writes, and names all options."""
+    write_stub = script("write_stub")
+    written = write_stub.STUB.read_text(encoding="utf-8")
+    assert written == write_stub.stub(), "run python scripts/write_stub.py"
+    functions = {node.name: node.args for node in ast.parse(written).body if isinstance(node, ast.FunctionDef)}
+    for name, given in functions.items():
+        assert {*inspect.signature(FUNCTIONS[name]).parameters} == {x.arg for x in given.args + given.kwonlyargs}
+    assert functions.keys() == FUNCTIONS.keys()
