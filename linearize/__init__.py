@@ -9,6 +9,7 @@ Importing only registers a hook: once transformers' Auto classes are used, they 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from linearize._hook import install as _install
@@ -33,6 +34,9 @@ _PUBLIC = {
     "search": "linearize.kernel_search.loop",
 }
 
+_VERBS = ("bench", "compare", "evaluate", "export", "finetune", "init", "inspect", "longdoc", "push", "report")
+"""Verbs whose function works on folders alone, so it is not here."""
+
 if TYPE_CHECKING:
     from linearize.checkpoint.save import save as save
     from linearize.conversion.plan import apply as apply
@@ -54,7 +58,11 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'linearize' has no attribute {name!r}")
+        where = f"; the verb is linearize.jobs.verbs.{name}" if name in _VERBS else ""
+        # With the name and the module, Python adds the nearest name.
+        raise AttributeError(
+            f"module 'linearize' has no attribute {name!r}{where}", name=name, obj=sys.modules[__name__]
+        )
     try:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     except ModuleNotFoundError as error:

@@ -11,7 +11,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from linearize.checkpoint.ownership import check_links
 from linearize.checkpoint.provenance import Provenance, Record
 from linearize.conversion.plan import expectations
 from linearize.conversion.positions import current_length, extend_processor
-from linearize.core.errors import CheckpointError, ConfigError, printable
+from linearize.core.errors import CheckpointError, ConfigError, printable, unknown_name
 from linearize.core.figures import span, with_interval
 from linearize.core.heads import Processor, head_of_class
 from linearize.core.parsing import parse_yaml, read_text
@@ -98,7 +99,9 @@ def save(
     Raises:
         CheckpointError: if the model is not converted, or the folder cannot be used or written; nothing is left then.
         ConfigError: if it has an adapter of peft that is not merged.
+        UnknownNameError: for an option that neither this function nor `save_pretrained` has.
     """
+    _check_known(kwargs)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, nn.Module):
         check_merged(model)
@@ -131,6 +134,20 @@ def save(
                 item = item if extended is None else extend_processor(copy.deepcopy(item), extended, model)
             item.save_pretrained(folder)
     return Path(target)
+
+
+def _check_known(options: Iterable[str]) -> None:
+    """Refuse names that `save_pretrained` would ignore, such as `tokenizer`, which would not be written.
+
+    Raises:
+        UnknownNameError: for such a name.
+    """
+    functions = (save, PreTrainedModel.save_pretrained, PreTrainedModel.push_to_hub)
+    known = {name for function in functions for name in signature(function).parameters} - {"self", "kwargs"}
+    for name in options:
+        # Earlier versions of transformers had it.
+        if name not in known and name != "safe_serialization":
+            raise unknown_name("option", name, known)
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:

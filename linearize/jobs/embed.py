@@ -23,6 +23,7 @@ from linearize.checkpoint.ownership import remove_parts
 from linearize.core.errors import CheckpointError, ConfigError, DataError, interrupted_run
 from linearize.core.options import recorded
 from linearize.core.parsing import check_file, user_path, write_file
+from linearize.core.signatures import known_names
 from linearize.data.load import open_records
 from linearize.data.records import TextRecords, hashed
 from linearize.data.vectors import ENDINGS, WHOLE, check_replaceable, read_part, write_vectors
@@ -84,6 +85,7 @@ class EmbedResult:
     seconds: float
 
 
+@known_names()
 def embed(
     model: str | SentenceTransformer,
     dataset: str | Sequence[str],

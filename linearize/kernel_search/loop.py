@@ -18,6 +18,7 @@ from linearize.conversion.plan import plan as make_plan
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, TrainingError
 from linearize.core.events import Callback, Started, ignore
+from linearize.core.signatures import known_names
 from linearize.kernel_search.candidates import Candidates, Key, Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Cost, Costs, costs_of_layers
@@ -47,6 +48,7 @@ NO_FSDP = (
 )
 
 
+@known_names(SearchConfig)
 def search(
     model: PreTrainedModel,
     data: Batches,

@@ -1,6 +1,7 @@
 """The functions of verbs: the options of the command line by name, and the same results."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Sequence
 
@@ -8,8 +9,9 @@ import pytest
 from support.checkpoints import WORDS, make_original, make_text
 from support.scripts import script
 
+import linearize
 from linearize.cli.main import VERBS, build_parser
-from linearize.core.errors import ConfigError, MissingPackageError, UnknownNameError
+from linearize.core.errors import ConfigError, MissingPackageError, UnknownNameError, UnsupportedModelError
 from linearize.core.options import make, options_of
 from linearize.core.signatures import by_name
 from linearize.evaluation.options import BenchOptions
@@ -101,3 +103,34 @@ def test_editors_know_the_options():
     for name, given in functions.items():
         assert {*inspect.signature(FUNCTIONS[name]).parameters} == {x.arg for x in given.args + given.kwonlyargs}
     assert functions.keys() == FUNCTIONS.keys()
+
+
+WRONG = {"align": "techer", "apply": "plam", "convert": "kernal", "distill": "modle", "embed": "span"}
+WRONG |= {"plan": "windwo", "save": "procesor", "search": "max_lenght"}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_functions_on_models_refuse_unknown_options(name):
+    with pytest.raises(UnknownNameError, match=f"unknown option '{WRONG[name]}'. Did you mean"):
+        getattr(linearize, name)(None, None, **{WRONG[name]: None})
+
+
+def test_a_field_of_a_config_is_not_an_option_by_itself():
+    for function, config in ((linearize.distill, "Distill"), (linearize.align, "Align"), (linearize.search, "Search")):
+        with pytest.raises(UnknownNameError, match=rf"got option 'steps' by itself, expected {config}Config\(steps="):
+            function(None, None, steps=3)
+
+
+def test_verbs_that_linearize_lacks_are_named():
+    attribute = functools.partial(getattr, linearize)
+    for name in FUNCTIONS:
+        if hasattr(linearize, name) and not inspect.ismodule(getattr(linearize, name)):
+            continue
+        assert name in linearize._VERBS
+    with pytest.raises(AttributeError, match=r"the verb is linearize.jobs.verbs.evaluate$"):
+        attribute("evaluate")
+    with pytest.raises(AttributeError, match=r"no attribute 'evaluat'$") as caught:
+        attribute("evaluat")
+    assert caught.value.obj is linearize
+    with pytest.raises(UnsupportedModelError, match=r"got str, .* with linearize.jobs.verbs.convert$"):
+        linearize.convert("bert")

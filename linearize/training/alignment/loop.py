@@ -25,6 +25,7 @@ from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.checkpoint.fingerprint import weights_digest
 from linearize.checkpoint.loading import move
 from linearize.core.errors import ConfigError, TrainingError
+from linearize.core.signatures import known_names
 from linearize.training.adapters import LoraConfig, add_lora, merge_lora
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.objective import Closeness, Objective, measure
@@ -96,6 +97,7 @@ class AlignResult:
     state: RunState | None = None
 
 
+@known_names(AlignConfig)
 def align(
     student: PreTrainedModel,
     data: Batches,

@@ -23,6 +23,7 @@ from linearize.attention.interface import linear_attentions
 from linearize.checkpoint.loading import Loaded, move
 from linearize.conversion.positions import text_length
 from linearize.core.errors import ConfigError, DataError, some
+from linearize.core.signatures import known_names
 from linearize.data import DataConfig, Source, load_source
 from linearize.fidelity.measure import Fidelity, measure_layers
 from linearize.fidelity.teacher import body_of, chain_of
@@ -101,6 +102,7 @@ class DistillResult:
     state: RunState | None = None
 
 
+@known_names(DistillConfig)
 def distill(
     model: PreTrainedModel,
     data: Batches,
