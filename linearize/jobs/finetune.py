@@ -48,6 +48,13 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> Tuned:
         LinearizeError: a subclass of it, for everything the user can correct.
     """
     target = job.target()
+    # Entries of this process's log: of the run before a resume, the time is not counted either.
+    logged: list[dict[str, float]] = []
+
+    def on_log(entry: dict[str, float]) -> None:
+        logged.append(entry)
+        on_event(Logged(entry))
+
     with reserved(job):
         model, data, teacher, earlier = open_tuning(job, on_event)
         work = work_folder(job)
@@ -61,7 +68,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> Tuned:
             job.tune,
             folder=work,
             resume=job.resume,
-            on_log=lambda entry: on_event(Logged(entry)),
+            on_log=on_log,
             on_step=lambda step: on_event(StepDone(step)),
             tensorboard=target.with_name(f"{target.name}.tensorboard"),
             teacher=teacher,
@@ -86,7 +93,7 @@ def finetune_checkpoint(job: TuneJob, on_event: Callback = ignore) -> Tuned:
         wait_for_all()
         # Before the findings, which read all rows that measured it.
         on_event(Saved(target))
-        if (text := long_measuring(result.history, result.seconds, len(data.validation))) is not None:
+        if (text := long_measuring(logged, result.seconds, len(data.validation))) is not None:
             on_event(Noted(f"{text}."))
         findings = after_tuning(model, job, data)
     on_event(Concluded(findings))

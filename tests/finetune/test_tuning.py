@@ -35,6 +35,7 @@ from linearize.core.errors import (
 from linearize.jobs.advice import after_tuning
 from linearize.jobs.config import InitJob
 from linearize.jobs.evaluate import evaluate_checkpoint
+from linearize.jobs.events import Logged
 from linearize.jobs.finetune import finetune_checkpoint
 from linearize.jobs.init import init_checkpoint
 from linearize.jobs.task_config import EvaluateJob, TuneJob
@@ -65,7 +66,12 @@ def tune(name, folder, path, tmp_path, config=FAST, options=SHORT, **changes):
     return model, data, finetune(model, data, config, folder=tmp_path / "work")
 
 
-def test_cola_is_learned_and_saved(bert, glue, tmp_path):
+def test_cola_is_learned_and_saved(bert, glue, tmp_path, monkeypatch):
+    def measuring(history, seconds, rows):
+        times.append(sum(entry.get("eval_runtime", 0.0) for entry in history))
+
+    times, logged = [], []
+    monkeypatch.setattr("linearize.jobs.finetune.long_measuring", measuring)
     job = TuneJob(
         bert,
         task("cola"),
@@ -74,8 +80,12 @@ def test_cola_is_learned_and_saved(bert, glue, tmp_path):
         data=SHORT,
         tune=TuneConfig(learning_rate=1e-2, epochs=10, batch_size=8, seed=1),
     )
-    target, result = finetune_checkpoint(job)
+    target, result = finetune_checkpoint(job, lambda event: logged.append(event) if isinstance(event, Logged) else None)
     assert result.metrics["matthews"] == result.score == 1.0
+    # All measurements, also of the kept state at the end, which the history does not have.
+    entries = [event.entry for event in logged if "eval_runtime" in event.entry]
+    assert times == [pytest.approx(sum(entry["eval_runtime"] for entry in entries))]
+    assert len(entries) == 1 + sum("eval_runtime" in entry for entry in result.history)
     record = json.loads((target / "finetuning.json").read_text())
     assert record["metrics"]["matthews"] == 1.0 and str(glue) not in json.dumps(record)
     assert not (tmp_path / "out.training").exists()
