@@ -191,6 +191,7 @@ class Work:
         progress: the progress bar; between stages, what is running.
         findings: the job's findings, available at its end.
         saved: whether its result was written.
+        measured_step: step whose measurement on the validation rows was the last to be shown.
     """
 
     def __init__(self, out: Screen, what: str, also: Callback = ignore) -> None:
@@ -198,6 +199,7 @@ class Work:
         self.beat, self.progress = Heartbeat(out, what), StepProgress(out)
         self.findings: Findings | None = None
         self.saved = False
+        self.measured_step: float | None = None
         self._last: Report | None = None
         self._measured: set[str] = set()
         self._trained = False
@@ -250,6 +252,8 @@ class Work:
             return
         self._trained = self._trained or "train_loss" in entry
         self._measured.add(figures)
+        if "eval_score" in entry:
+            self.measured_step = entry["step"]
         # A line of a log also gives the remaining time, as the bar does on a terminal.
         timed = self._last is not None and self._last.step == entry["step"]
         place = where(self._last) if self._last and timed else f"step {entry['step']}/{entry['steps']}"

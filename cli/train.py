@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from linearize.checkpoint.push import check_repo
 from linearize.cli._output import Screen, print_json, show_findings, table
-from linearize.cli._progress import Work, at_work
+from linearize.cli._progress import Work, at_work, figures_of
 from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.core.errors import ConfigError
@@ -112,12 +112,13 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
 
     with at_work(out, "loading the model and its data", kept) as work:
         target, result = finetune_checkpoint(job, work)
-    metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-    chosen = result.selection
-    step = f"Kept step {result.best_step} of {result.steps} ({result.stopped})"
+    chosen, early = result.selection, "" if result.stopped == "steps" else f", ended by {result.stopped}"
+    step = f"Kept step {result.best_step} of {result.steps}{early}"
     if not result.best_step:
-        step = f"Kept the initial weights: no measurement in {result.steps} steps ({result.stopped}) was better"
-    out.print(f"{step}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}: {metrics}")
+        step = f"Kept the initial weights: no measurement in {result.steps} steps{early} was better"
+    # The figures of the kept state, unless they are those that were shown last.
+    shown = "" if work.measured_step == result.best_step else f": {figures_of(result.metrics)}"
+    out.print(f"{step}, chosen by {chosen['by']} on {chosen['rows']} {chosen['on']}{shown}")
     if not above_chance(job.task, result.score, chance=result.chance, interval=result.interval):
         out.print(f"Not above chance, which has a score of {result.chance:.4f}.")
     out.print(f"Saved {target} ({result.seconds:.0f} s).")

@@ -382,6 +382,7 @@ def test_the_log_of_stage_two_names_its_figures_and_gives_each_measurement_once(
         # After its last step the trainer measures the kept state again.
         for last in ({"train_loss": 0.75}, {**entry, "eval_accuracy": 0.5}):
             work(Logged({"step": 4, "steps": 4, **last}))
+    assert work.measured_step == 4
     measured = "validation loss 0.6862, accuracy {}, held-out loss 0.5"
     assert log.getvalue().splitlines() == [
         f"step 2/4: {measured.format(0.5)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -31,7 +32,11 @@ def test_finetune_evaluate_compare(checkpoint, sets, tmp_path, capsys):
     tune = ["--epochs", 2, "--batch-size", 16, "--learning-rate", 5e-3, "--output", target, "--lora", "r=2,alpha=4"]
     code, out, err = out_of(capsys, "finetune", checkpoint, *common, *tune, "--json")
     assert code == 0, err
-    assert json.loads(out)["metrics"].keys() == {"matthews"} and "Kept " in err
+    assert json.loads(out)["metrics"].keys() == {"matthews"}
+    # Every measurement is shown once: at its step, or with the kept state if that was not the last.
+    steps = re.findall(r"^step (\d+)/.*matthews", " ".join(err.split("\n")).replace(" step ", "\nstep "), re.MULTILINE)
+    kept = re.search(r"Kept (step (\d+) of|the initial)[^:]*(: *matthews [-\d.]+)?", err)
+    assert steps and len(set(steps)) == len(steps) and (kept[3] is None) == ((kept[2] or "0") == steps[-1])
     code, out, err = out_of(capsys, "evaluate", target, *common, "--compare", target, "--json")
     assert code == 0, err
     found = json.loads(out)

@@ -188,7 +188,7 @@ def _kept(trainer: Tuner) -> Values:
     if data.selection is None:
         by, on, rows = f"score ({', '.join(data.task.score)})", "validation rows", len(data.validation)
     else:
-        loss = "calibrated loss" if isinstance(data.type, ClassLabels) else "loss"
+        loss = "loss at the best temperature" if isinstance(data.type, ClassLabels) else "loss"
         by, on, rows = loss, "rows held out of the training rows", len(data.selection)
         if trainer.teacher is not None:
             by = data.type.distance + (f" and {loss} on the labels" if trainer.tune.final_labels_weight else "")
