@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import threading
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearize.core.errors import ConfigError
@@ -27,14 +29,27 @@ def is_main() -> bool:
     return not several() or os.environ.get("RANK", "0") == "0"
 
 
+def processor_name() -> str:
+    """Return the name of the processor, as far as the system reports it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def machines_used() -> str:
-    """Return what a run computes on, for its record: processes, and the name of the device."""
+    """Return what a run computes on, for its record: the name of the device, threads and processes."""
     import torch
 
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        name = torch.cuda.get_device_name()
+    else:
+        threads = torch.get_num_threads()
+        name = f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}"
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return f"{count} x {name}"
+    return f"{name}, in {count} processes" if count > 1 else name
 
 
 def under_fsdp() -> bool:

@@ -20,6 +20,7 @@ from linearize.core.errors import CheckpointError
 from linearize.jobs.advice import load_lines
 from linearize.jobs.config import ConvertJob
 from linearize.jobs.convert import convert_checkpoint
+from linearize.training.processes import machines_used, processor_name
 
 LAYER = {"module": "encoder.layer.0.attention.self", "kernel": "hedgehog", "kl": 0.5, "output_error": 0.25}
 PROVENANCE = {
@@ -270,14 +271,31 @@ def test_inspect_bad_folders(saved, tmp_path):
 
 def test_card_says_what_a_stage_cost_who_to_cite_and_a_lacking_licence():
     model = converted("bert", kernel="hedgehog")
-    stage = {"steps": 9, "stopped": "steps", "seconds": 1234.5, "hardware": "2 x CPU, 1 threads"}
+    stage = {"steps": 9, "stopped": "steps", "seconds": 1234.5, "hardware": "EPYC, 1 thread, in 2 processes"}
     model.config.linearize["provenance"] = {"distillation": stage, "alignment": {**stage, "train": "all"}}
     text = model_card(model)
-    assert "| stage one | 9 steps on the built-in data (steps); 1,234 s on 2 x CPU, 1 threads |" in text
-    assert "| alignment | 9 steps with its own softmax, trained: all; 1,234 s on 2 x CPU, 1 threads |" in text
+    assert "| stage one | 9 steps on the built-in data (steps); 1,234 s on EPYC, 1 thread, in 2 processes |" in text
+    assert (
+        "| alignment | 9 steps with its own softmax, trained: all; 1,234 s on EPYC, 1 thread, in 2 processes |" in text
+    )
     assert f"paper of each kernel above ({linearize.kernel_info('hedgehog').url})" in text
     assert "fails instead of computing softmax" in text
     assert "names no licence" in text and "names no licence" not in model_card(model, facts={"license": "mit"})
+
+
+def test_what_a_run_computed_on_has_names(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    name = processor_name()
+    assert name and machines_used() == f"{name}, 1 thread"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert machines_used() == f"{name}, 4 threads, in 2 processes"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    assert machines_used() == "H200, in 2 processes"
 
 
 def test_card_says_window_and_sinks():

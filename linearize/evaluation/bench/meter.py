@@ -6,7 +6,6 @@ Also describes the machine, and how noisy it was during the measurement.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from linearize.attention.backends.triton_calls import absence
 from linearize.attention.native import engine
 from linearize.core.errors import ConfigError, unknown_name
+from linearize.training.processes import processor_name
 
 Call = Callable[[], object]
 Name = TypeVar("Name")
@@ -190,12 +190,7 @@ def _all_seconds() -> float | None:
 
 def describe(device: str, dtype: str) -> dict[str, str | int]:
     """Return facts about the machine: its name and sizes, and whether its compiled kernels are used."""
-    info, name = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-    elif info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name()
     return {
         "device": device,
         "name": name,
