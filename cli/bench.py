@@ -70,7 +70,8 @@ def show(out: Screen, result: BenchResult) -> None:
     for note in result.notes:
         out.print(note)
     machine = result.machine
-    out.print(f"Machine: {machine['name']}, {machine['threads']} threads, torch {machine['torch']}.")
+    threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+    out.print(f"Machine: {machine['name']}, {threads}, torch {machine['torch']}.")
     if machine["device"] == "cpu":
         use = "used (--no-native turns it off)" if machine["native"] else "not compiled (linearize native --build)"
         out.print(f"Native op: {use}.")

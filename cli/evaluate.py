@@ -107,7 +107,8 @@ def sides_table(
     more = [name for name in sides[0].metrics if (name,) != task.score and name != "tokens"]
     costs = {} if times is None else {one.name: one for one in times.sides}
     memory = any(one.peak_bytes is not None for one in costs.values())
-    columns = ["side", "length", "rows cut", f"score ({', '.join(task.score)})", "95 % interval", *more]
+    score, *names = (text.replace("_", " ") for text in (", ".join(task.score), *more))
+    columns = ["side", "length", "rows cut", f"score ({score})", "95 % interval", *names]
     columns += ["s per row" if times is None or not times.noisy else "s per row (noisy)"] if costs else []
     columns += ["peak MiB"] if memory else []
     rows = []

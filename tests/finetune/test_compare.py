@@ -220,7 +220,7 @@ def test_from_the_command_line(place, few_draws, capsys, monkeypatch):
     line += ["--device", "cpu", "--compare", str(place / "original"), "--memory"]
     assert main(line) == 0
     out = capsys.readouterr().out
-    for column in ("side", "length", "rows cut", "score (accuracy)", "95 % interval", "f1_macro", "s per row", "peak"):
+    for column in ("side", "length", "rows cut", "score (accuracy)", "95 % interval", "f1 macro", "s per row", "peak"):
         assert column in out, column
     assert "the original, chunks averaged" in out and "95 % interval of the difference" in out
     assert main([*line, "--json"]) == 0
