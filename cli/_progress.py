@@ -147,8 +147,8 @@ def where(report: Report) -> str:
     speed = ""
     if report.tokens and report.seconds:
         speed = f", {report.tokens / report.seconds:,.0f} tokens/s"
-    elif report.left:  # Pictures and sounds have no tokens; `seconds` may lack those before a resume.
-        speed = f", {(report.steps - report.step) / report.left:.3g} steps/s"
+    elif report.pace:  # Pictures and sounds have no tokens.
+        speed = f", {1 / report.pace:.3g} steps/s"
     times = f"{report.seconds:.0f} s, {report.left:.0f} s left"
     return f"{stage}step {report.step}/{report.steps}, {times}{speed}{device_memory()}"
 

@@ -165,9 +165,14 @@ class Report:
     tokens: int = field(default=0, kw_only=True)
 
     @property
+    def pace(self) -> float:
+        """Seconds per step so far."""
+        return self.seconds / self.step
+
+    @property
     def left(self) -> float:
-        """Seconds left at the pace so far."""
-        return self.seconds / self.step * (self.steps - self.step)
+        """Seconds left at that pace."""
+        return self.pace * (self.steps - self.step)
 
 
 def tokens_in(batch: Mapping[str, Tensor]) -> int:

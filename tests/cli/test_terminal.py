@@ -20,13 +20,14 @@ from support.command_lines import run
 
 from linearize.cli import _output, _progress, main
 from linearize.cli._output import Screen, console, print_json, table
-from linearize.cli._progress import Heartbeat, StepProgress, at_work, long, numbered
+from linearize.cli._progress import Heartbeat, StepProgress, at_work, long, numbered, where
 from linearize.cli.main import VERBS, build_parser
 from linearize.core.errors import ConfigError
 from linearize.jobs.events import Advanced, Logged, Saved, Started, StepDone
 from linearize.training.alignment.loop import AlignStep
 from linearize.training.stage_one import observer
 from linearize.training.stage_one.loop import StepReport
+from linearize.training.stage_two.progress import TuneStep
 from linearize.training.stage_two.save import last_checkpoint
 
 WIDE = "a very long cell that has to be folded when the terminal is not wide enough for it " * 2
@@ -364,6 +365,11 @@ def test_lines_of_a_log_have_names_speed_and_memory(monkeypatch):
         "alignment, end to end, step 3/9, 2 s, 4 s left, 1,234 tokens/s: loss 4.0000, held out 2.0000; "
         "per layer 0:1.00 1:3.00 output:0.50 logits:0.25"
     )
+    # The last line of pictures, which have no tokens.
+    last = [AlignStep(9, 9, losses, 2.0, 0.1, 18.0, "end to end", 4.0), TuneStep(9, 9, 4.0, 18.0, 2.0, 0)]
+    assert [where(step) for step in last] == [
+        "alignment, end to end, step 9/9, 18 s, 0 s left, 0.5 steps/s", "step 9/9, 18 s, 0 s left, 0.5 steps/s",
+    ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23_456_000_000)
     assert "4 s left, 1,234 tokens/s, up to 23.5 GB: loss 4.0000" in long(step)

@@ -63,8 +63,8 @@ class Hooks(TrainerCallback):
         step, steps = state.global_step, state.max_steps
         if self.on_step is not None:
             total, seconds = float(meter_of(self.trainer).total), time.perf_counter() - self.start
-            left = seconds / (step - self.first) * (steps - step)
-            self.on_step(TuneStep(step, steps, total - self.before, seconds, left, self.trainer.tokens))
+            pace = seconds / (step - self.first)
+            self.on_step(TuneStep(step, steps, total - self.before, seconds, pace, self.trainer.tokens))
             self.before = total
         if args.eval_strategy == "epoch" and (control.should_training_stop or float(state.epoch or 0.5).is_integer()):
             # The epoch ends: the trainer measures and saves now. A run resumed from an earlier state would not measure.

@@ -20,7 +20,7 @@ class TuneStep:
         steps: steps planned.
         loss: loss on the step's rows.
         seconds: seconds since the start or the resume.
-        left: expected seconds left.
+        pace: seconds per step since then.
         tokens: tokens read since the start or the resume, without padding; 0 if the rows are not single texts.
         stage: "stage two".
         phase: always empty.
@@ -32,12 +32,17 @@ class TuneStep:
     steps: int
     loss: float
     seconds: float
-    left: float
+    pace: float
     tokens: int
     stage: ClassVar[str] = "stage two"
     phase: ClassVar[str] = ""
     losses: ClassVar[Mapping[str, float]] = {}
     held_out: ClassVar[float | None] = None
+
+    @property
+    def left(self) -> float:
+        """Seconds left at that pace."""
+        return self.pace * (self.steps - self.step)
 
 
 class LossMeter(TrainerCallback, ExportableState):
