@@ -306,10 +306,10 @@ def build(cls: type[Config], values: object, where: str, kind: str = "key") -> C
         UnknownNameError: for an unknown key.
         ConfigError: for a wrong type or a missing value, or if the dataclass rejects the values.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values")
-    hints = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: got {kind_of(values)}, expected keys with values; known: {', '.join(fields)}")
+    hints = field_types(cls)
     arguments = {}
     for key, value in values.items():
         if key not in fields:
