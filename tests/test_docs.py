@@ -26,6 +26,8 @@ NOTEBOOKS = {
     "text_generation": "WINDOW, LENGTHS, NEW = 16, (8, 40), 4",
     "images": "SIDES, STEPS = (16, 32), 1",
     "speech": "SECONDS, STEPS = (1,), 1",
+    "tuning": "PAGES, SENTENCES, STEPS, LENGTH = 2, 40, 2, 16",
+    "kernel_search": "LENGTH, STEPS = 16, 2",
 }
 """The notebooks, and what makes them small; it replaces the values of their cell `parameters`."""
 
@@ -109,6 +111,8 @@ RIGHT = {
     ),
     "images": lambda it: it["trained"].steps == 1 and len(it["maps"]) == 4 and it["answers"],
     "speech": lambda it: it["trained"].steps == 1 and isinstance(it["heard"]["text"], str),
+    "tuning": lambda it: it["again"].result.steps == 2 and 0 <= it["found"].score <= 1,
+    "kernel_search": lambda it: {x.label for x in it["found"].layers} <= {*it["CANDIDATES"]} and it["close"].outputs,
 }
 """What has to be true of the names of a notebook at its end."""
 
