@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: for an unknown option or a wrong value, on the command line or in the file of `--config`.
         """
-        words: list[str] = at_home(list(args))
+        words: list[str] = [at_home(word) if "~/" in word else word for word in args]
         options = [option for action in self._actions for option in action.option_strings]
         for word in itertools.takewhile("--".__ne__, words):
             name = word.partition("=")[0]

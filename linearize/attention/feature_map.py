@@ -16,7 +16,7 @@ from linearize.attention.native.gradient import MappedTokens
 from linearize.attention.parts import HEADS, NEAR, ROUTED, SCALED, check_parts
 from linearize.attention.shape import HeadShape
 from linearize.core.registry import PLAIN, SCALES, Hybrid, KernelInfo
-from linearize.kernels.base import MAP_WEIGHTS, FeatureMap, Features, Inputs
+from linearize.kernels.base import FeatureMap, Features, Inputs, weights_of
 from linearize.ops import LinearOptions, Mapped, Unmapped, Window, kernel_weights, window_weights
 from linearize.ops.state import EPS
 
@@ -199,7 +199,7 @@ class FeatureMapMixer(Mixer):
         scale = self.input_scale(scaling)
         usable = native is not None and native.supports(x, x, x) and not self.is_offloaded()
         if usable and (spec := map.map_spec()) is not None:
-            phi, log_scale = MappedTokens.apply(spec, scale, x, *(getattr(spec, name) for name in MAP_WEIGHTS))
+            phi, log_scale = MappedTokens.apply(spec, scale, x, *weights_of(spec))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
             own = map.forward if self.symmetric else map.forward_queries if queries else map.forward_keys

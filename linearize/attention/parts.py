@@ -59,12 +59,6 @@ class Window(Part):
             return ""
         return f"window: got {window!r}, expected a number of tokens, 1 or more; leave it out for none"
 
-    def limits(self, info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> str:
-        """Refuse a kernel that gives no key a weight by itself."""
-        if info.needs_window and hybrid.window is None:
-            return f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64"
-        return ""
-
 
 class Sinks(Part):
     """Softmax for the first tokens as well."""
@@ -258,14 +252,20 @@ def not_supported(missing: frozenset[str]) -> str:
     return f"it does not support {words.get(names[0], names[0])}" if names else ""
 
 
+def _parts_of(hybrid: Hybrid) -> list[Part]:
+    return [part for part in PARTS if part.name in hybrid.changed]
+
+
 def check_hybrid(info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadShape) -> None:
     """Check the values of a layer's additions, and that the kernel can have them.
 
     Raises:
         ConfigError: if a value is wrong or a part is not possible here; the message says what to choose instead.
     """
-    check_parts(hybrid, frozenset(part.name for part in PARTS), f"kernel {info.name!r}")
-    for part in PARTS:
+    parts = _parts_of(hybrid)
+    if len(parts) < len(hybrid.changed):
+        check_parts(hybrid, frozenset(part.name for part in parts), f"kernel {info.name!r}")
+    for part in parts:
         if problem := part.wrong(hybrid):
             raise ConfigError(problem)
     if hybrid != PLAIN and not info.windowed:
@@ -274,7 +274,9 @@ def check_hybrid(info: KernelInfo, config: object, hybrid: Hybrid, shape: HeadSh
             f"kernel {info.name!r} takes no {addition}: it has no feature map with a denominator that softmax could "
             "share; choose another kernel or leave it out"
         )
-    for part in PARTS:
+    if info.needs_window and hybrid.window is None:
+        raise ConfigError(f"kernel {info.name!r}: got no window, so no key would have any weight; add window=64")
+    for part in parts:
         if problem := part.limits(info, config, hybrid, shape):
             raise ConfigError(problem)
 
@@ -291,7 +293,7 @@ def check_new(info: KernelInfo, config: object, hybrid: Hybrid, longest: int | N
     Raises:
         ConfigError: if a part is not possible in a new layer; the message says what to choose instead.
     """
-    for part in PARTS:
+    for part in _parts_of(hybrid):
         if problem := part.limits_of_new(info, config, hybrid, longest):
             raise ConfigError(problem)
 

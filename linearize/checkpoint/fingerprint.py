@@ -23,7 +23,7 @@ from linearize.attention.parts import newest_part
 from linearize.core.errors import ConfigError
 from linearize.core.heads import RowSet
 from linearize.core.parsing import user_path
-from linearize.modeling.weights import stored
+from linearize.modeling.weights import is_offloaded, stored
 
 ROWS = 65_536
 """Most rows that are hashed, evenly spread; the number of rows is always hashed."""
@@ -173,7 +173,7 @@ def weights_digest(model: nn.Module, kernel: bool | None = None) -> str:
     """
     weights = sorted(model.state_dict().items())
     chosen = {name: tensor for name, tensor in weights if kernel is None or (KERNEL in f".{name}.") is kernel}
-    contents = map(stored, repeat(model), chosen, chosen.values())
+    contents = map(stored, repeat(model), chosen, chosen.values()) if is_offloaded(model) else chosen.values()
     return _hash(chain.from_iterable(zip(chosen, contents, strict=True)))
 
 

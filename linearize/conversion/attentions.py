@@ -44,7 +44,7 @@ _NOT_HONOURED = "which a kernel cannot honour"
 _NAME = "linearize_probe"
 _UNION = or_masks().__code__
 _ATTENTION = re.compile(r"(attention|attn)(v?\d+)?(pool(ing|er)?(\d?d)?(head)?)?$", re.I)
-_PROJECTIONS = tuple(
+_QUERIES, _KEYS = (
     {f"{side}{name}" for name in names for side in ("", "w", "to_")}
     | {f"{name}{side}" for name in names for side in ("_proj", "_lin", "_linear", "_layer")}
     for names in (("q", "query", "queries"), ("k", "key", "keys", "kv", "key_value"))
@@ -219,7 +219,7 @@ class _Recorder:
             known = known or next((one for one in self.masks if _same_mask(mask, one[2])), None)
             # Otherwise the host made it itself.
             kind, window, _ = known or (_kind_by_values(mask) or "bias", None, None)
-        altered = ", ".join(what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.get(name) is not None)
+        mods = [name for name in UNSUPPORTED_SCORE_MODS if kwargs.get(name) is not None]
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         causal = bool(declared or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
@@ -230,6 +230,7 @@ class _Recorder:
         if kind == "local" and mask is not None:
             causal = not bool(_seen(mask).triu(1).any())
         q, k, v = (tuple(t.shape) for t in (query, key, value))
+        altered = ", ".join(map(UNSUPPORTED_SCORE_MODS.__getitem__, mods))
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         call.keys = key.data_ptr()
         if kind == "own" and mask is not None and mask.ndim == 4:
@@ -337,27 +338,22 @@ def plan_names(model: PreTrainedModel) -> dict[nn.Module, str]:
     return outside | {module: name for name, module in model.base_model.named_modules()}
 
 
-def _projects(module: nn.Module) -> bool:
-    """Tell whether a module has projections to queries and keys, and is no linear recurrence."""
-    own = {name.lower() for name in (*dict(module.named_children()), *module._parameters)}
-    return not own & _RECURRENT and bool(own & _JOINT or all(own & names for names in _PROJECTIONS))
-
-
 def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]:
     """List the attentions that no trial run called, found by class or projections; they stay softmax."""
     names = plan_names(model)
-    found = {
-        name: module
-        for module, name in names.items()
-        if (_ATTENTION.search(type(module).__name__) or _projects(module))
-        and next(module.parameters(), None) is not None
-    }
-    seen = [names[call.module] for call in calls]
+    found: dict[str, nn.Module] = {}
+    for module, name in names.items():
+        # Projections to queries and keys, outside of a linear recurrence.
+        own = set(map(str.lower, (*dict(module.named_children()), *module._parameters)))
+        projects = not own & _RECURRENT and (own & _JOINT or (own & _QUERIES and own & _KEYS))
+        named = projects or _ATTENTION.search(type(module).__name__)
+        if named and next(module.parameters(), None) is not None:
+            found[name] = module
+    seen = tuple(f"{names[call.module]}." for call in calls)
     layers = []
     for name, module in found.items():
         around = any(other.startswith(f"{name}.") for other in (*found, *seen))
-        inside = any(f"{name}.".startswith(f"{other}.") for other in seen)
-        if around or inside:
+        if around or f"{name}.".startswith(seen):
             continue
         kind = type(module).__name__
         host: tuple[str, ...] = (MASKED, OWN)

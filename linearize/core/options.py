@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,33 +83,28 @@ class Option:
 
     Attributes:
         name: its name, with underscores.
-        kind: type of its values: one of `KINDS`, or a type that `parse` returns.
-        annotation: type of what functions take: the field's own, and texts that `parse` reads.
+        hint: type of the field.
         default: its default; MISSING if it has none, or if a factory makes it.
         metadata: the arguments of `linearize.core.registry.option`.
+        help: the help text with the default.
         group: the title of its group, or None.
         places: (section or "", field) of each field that it sets.
         required: whether it must be given.
     """
 
     name: str
-    kind: object
-    annotation: Any
+    hint: Any
     default: object
     metadata: ReadOnlyValues
+    help: str
     group: str | None
     places: tuple[tuple[str, str], ...]
     required: bool
 
     @property
-    def help(self) -> str:
-        """The help text with the default."""
-        text = str(self.metadata["help"])
-        shown = self.metadata.get("shown")
-        nothing = self.default is None or self.default is False or self.default is MISSING or self.default == ()
-        if shown is None and not nothing:
-            shown = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return f"{text} ({shown})" if shown else text
+    def kind(self) -> object:
+        """Type of its values: one of `KINDS`, or a type that `parse` returns."""
+        return kinds_of(self.hint)[0]
 
 
 def options_of(config: type) -> Mapping[str, Option]:
@@ -133,24 +127,15 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 # One more field that the option sets.
                 options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
                 continue
-            shown = {"shown": section.shown[field.name]} if field.name in section.shown else {}
-            hint = field_types(section.config)[field.name]
-            metadata = {**field.metadata, **shown}
-            needed = field.default is MISSING and field.default_factory is MISSING
-            taken = _taken(hint, metadata)
-            options[name] = Option(
-                name, kinds_of(hint)[0], taken, field.default, metadata, section.title, (place,), needed
-            )
+            hint, default, metadata = field_types(section.config)[field.name], field.default, field.metadata
+            if field.name in section.shown:
+                metadata = {**metadata, "shown": section.shown[field.name]}
+            needed, shown = default is MISSING and field.default_factory is MISSING, metadata.get("shown")
+            if shown is None and not (default is None or default is False or default is MISSING or default == ()):
+                shown = f"{default:g}" if isinstance(default, float) else str(default)
+            help = f"{metadata['help']} ({shown})" if shown else str(metadata["help"])
+            options[name] = Option(name, hint, default, metadata, help, section.title, (place,), needed)
     return types.MappingProxyType(options)
-
-
-def _taken(hint: Any, metadata: ReadOnlyValues) -> Any:
-    """Return the type of an option's values in Python: any sequence for a tuple, and texts where they are parsed."""
-    sequence: Any = Sequence
-    kinds = [sequence[kind.__args__[0]] if typing.get_origin(kind) is tuple else kind for kind in kinds_of(hint)]
-    texts = [str] if "parse" in metadata and str not in kinds else []
-    nothing = [None] if type(None) in typing.get_args(hint) else []
-    return functools.reduce(operator.or_, [*kinds, *texts, *nothing])
 
 
 def make(config: type[Config], values: Mapping[str, object]) -> Config:
@@ -222,10 +207,12 @@ def recorded(job: object) -> Values:
     record = {}
     for name, value in effective(job).items():
         if name not in OF_THE_PLACE and value not in (None, [], {}):
-            plain = without_folder(value)
-            pairs = isinstance(plain, list) and all(isinstance(part, tuple) for part in plain)
-            # Files of the same name in different folders stay pairs.
-            record[name] = dict(plain) if pairs and len(dict(plain)) == len(plain) else plain
+            record[name] = value
+            if isinstance(value, str | list):
+                plain = without_folder(value)
+                pairs = isinstance(plain, list) and all(isinstance(part, tuple) for part in plain)
+                # Files of the same name in different folders stay pairs.
+                record[name] = dict(plain) if pairs and len(dict(plain)) == len(plain) else plain
     return record
 
 

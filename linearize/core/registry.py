@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import itertools
 import operator
 import pkgutil
@@ -201,7 +201,7 @@ class Hybrid:
                 values[name] = _number(value)
         return cls(**values)
 
-    @property
+    @functools.cached_property
     def changed(self) -> Values:
         """The values that differ from the defaults, as plain data."""
         values: Values = {}
@@ -265,6 +265,10 @@ def kernel_info(name: str) -> KernelInfo:
     Raises:
         UnknownNameError: if it does not exist; the message suggests the nearest name and lists all.
     """
+    if name not in _KERNELS and __name__.startswith("linearize.") and str(name).isidentifier():
+        # Its own file, if it has one, spares the import of all others.
+        own = f"linearize.kernels.{name}"
+        importlib.import_module(own if importlib.util.find_spec(own) else "linearize.kernels")
     if name not in _KERNELS:
         _discover()
     if name not in _KERNELS:
@@ -303,8 +307,15 @@ def _discover() -> None:
                 ) from error
 
 
-LIMITS = ("low", "high", "above", "below", "multiple_of", "choices")
-"""The limits of an option, in its metadata."""
+LIMITS: dict[str, Callable[[Any, Any], object]] = {
+    "low": operator.ge,
+    "high": operator.le,
+    "above": operator.gt,
+    "below": operator.lt,
+    "multiple_of": lambda value, step: not value % step,
+    "choices": lambda value, choices: value in choices,
+}
+"""The limits of an option, in its metadata, and what tells whether a value keeps them; NaN keeps none."""
 
 
 def option(
@@ -405,7 +416,9 @@ def check(config: DataclassInstance, where: str) -> None:
             continue
         # A float may be infinite, and a subclass or a whole number fits as well.
         fitting = (type(value) in kinds and type(value) is not float) or any(map(fits, itertools.repeat(value), kinds))
-        if not fitting or (limits and not within(value, limits)):
+        for limit, keeps in LIMITS.items() if fitting else ():
+            fitting = fitting and (limit not in limits or bool(keeps(value, limits[limit])))
+        if not fitting:
             raise ConfigError(f"{where}, {name}: got {value!r}, expected {allowed(kinds, limits)}")
 
 
@@ -425,7 +438,9 @@ def _checked_fields(config: type[DataclassInstance]) -> list[tuple[str, tuple[ty
 def kinds_of(hint: object) -> tuple[Any, ...]:
     """Return the types of an annotation, without None."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
+        kinds = dict.fromkeys(typing.get_args(hint))
+        kinds.pop(type(None), None)
+        return tuple(kinds)
     return (hint,)
 
 
@@ -437,17 +452,6 @@ def fits(value: object, kind: type[Plain]) -> TypeGuard[Plain]:
         # False for NaN, infinity, and whole numbers too large for a float.
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, kind)
-
-
-def within(value: Any, limits: ReadOnlyValues) -> bool:
-    """Tell whether a value is one of an option's choices and inside its limits; NaN is not."""
-    if "choices" in limits:
-        return value in limits["choices"]
-    tests = {"low": operator.ge, "high": operator.le, "above": operator.gt, "below": operator.lt}
-    for name, test in tests.items():
-        if name in limits and not test(value, limits[name]):
-            return False
-    return not ("multiple_of" in limits and value % limits["multiple_of"])
 
 
 def allowed(kinds: Iterable[type], limits: ReadOnlyValues) -> str:

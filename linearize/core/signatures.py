@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import operator
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from linearize.core.errors import ConfigError, UnknownNameError, missing_package, unknown_name
 from linearize.core.options import Config, Option, make, options_of
+from linearize.core.registry import kinds_of
 
 Model = TypeVar("Model")
 Result = TypeVar("Result")
@@ -23,6 +26,15 @@ def _depends(option: Option) -> bool:
     """Tell whether an option's default depends on other things: the help then describes it."""
     own = option.default is not None and not isinstance(option.default, int | float)
     return option.default is MISSING or ("shown" in option.metadata and type(option.default) is not bool and not own)
+
+
+def _taken(option: Option) -> Any:
+    """Return the type of an option's values in Python: any sequence for a tuple, and texts where they are parsed."""
+    sequence: Any = Sequence
+    kinds = [sequence[kind.__args__[0]] if typing.get_origin(kind) is tuple else kind for kind in kinds_of(option.hint)]
+    texts = [str] if "parse" in option.metadata and str not in kinds else []
+    nothing = [None] if type(None) in typing.get_args(option.hint) else []
+    return functools.reduce(operator.or_, [*kinds, *texts, *nothing])
 
 
 def with_options(
@@ -120,7 +132,7 @@ def by_name(config: type) -> Callable[[Callable[..., Result]], Callable[..., Res
                 name,
                 inspect.Parameter.POSITIONAL_OR_KEYWORD if name in first else inspect.Parameter.KEYWORD_ONLY,
                 default=inspect.Parameter.empty if one.required else ... if _depends(one) else one.default,
-                annotation=one.annotation,
+                annotation=_taken(one),
             )
             for name, one in sorted(known.items(), key=lambda item: item[0] not in first)
         ]

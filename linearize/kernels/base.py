@@ -7,6 +7,7 @@ The rest (grouped heads, padding, causality, windows, states, caches, saving) is
 from __future__ import annotations
 
 import abc
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Features(NamedTuple):
 
 MAP_WEIGHTS = ("first", "second", "bias", "tau", "bank", "magnitude")
 """The tensors of a `MapSpec`."""
+weights_of = operator.attrgetter(*MAP_WEIGHTS)
+"""Return these tensors of a `MapSpec`."""
 
 
 class MapSpec(NamedTuple):

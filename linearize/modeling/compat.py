@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -138,9 +139,7 @@ def share_tables(base: type[PreTrainedModel]) -> None:
 
     Ours get the classes of SDPA.
     """
-    for one in base.__mro__:
-        if one.__module__ in sys.modules:
-            _enter_implementations(sys.modules[one.__module__])
+    _enter_implementations({one.__module__ for one in base.__mro__})
 
 
 def enter_parts(config: PreTrainedConfig) -> None:
@@ -150,12 +149,12 @@ def enter_parts(config: PreTrainedConfig) -> None:
         if isinstance(part, PreTrainedConfig):
             file = type(part).__module__.replace("configuration_", "modeling_")
             with contextlib.suppress(ImportError):
-                _enter_implementations(importlib.import_module(file))
+                _enter_implementations({importlib.import_module(file).__name__})
             enter_parts(part)
 
 
-def _enter_implementations(module: object) -> None:
-    for table in vars(module).values():
+def _enter_implementations(files: set[str]) -> None:
+    for table in itertools.chain.from_iterable(vars(sys.modules[file]).values() for file in files & sys.modules.keys()):
         if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
             for kind in IMPLEMENTATIONS:
                 table.setdefault(kind, table.get("sdpa", table["eager"]))

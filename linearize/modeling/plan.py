@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -100,13 +101,12 @@ class LayerPlan:
         for part in (layer, hybrid):
             check(part, "layer")
         single = [x for name, x in additions.items() if not isinstance(getattr(PLAIN, name), tuple | str)]
-        counts, more = [layer.index, layer.cache_index, *single], [x for own in several.values() for x in own]
-        good = all(count is None or _count(count) for count in counts) and all(map(_count, more))
-        _expect(good and layer.module, "module and numbers of a layer", [layer.module, *counts, *more])
+        optional, more = [layer.index, layer.cache_index, *single], [x for own in several.values() for x in own]
+        counts = [x for x in optional if x is not None] + more
+        _expect(layer.module and all(map(_count, counts)), "module and numbers of a layer", [layer.module, *counts])
         # `host` lists known names, none twice, and exactly one of them says where the direction comes from.
-        known_facts = {*_PLANNED, CALLED, MASKED, LOCAL, OWN}
-        named = all(isinstance(fact, str) and fact in known_facts for fact in host) and len(set(host)) == len(host)
-        one_direction = named and sum(fact in ("is_causal", CALLED, MASKED) for fact in host) == 1
+        facts = set(host)
+        one_direction = facts <= _FACTS and len(facts) == len(host) and len(facts & {"is_causal", CALLED, MASKED}) == 1
         _expect("host" not in got or one_direction, "host of a layer", host)
         if not layer.converted:
             bare = not layer.arguments and hybrid == PLAIN
@@ -136,7 +136,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     seed: int = 0
 
-    @property
+    @functools.cached_property
     def converted(self) -> tuple[LayerPlan, ...]:
         """The layers that get a kernel."""
         return tuple(layer for layer in self.layers if layer.converted)
@@ -191,35 +191,43 @@ class Plan:
 CALLED, MASKED = "is_causal argument", "mask"
 """How a host states its direction if its module does not: at every call, or only by its mask."""
 
-_PLANNED: dict[str, Callable[[HeadShape, int | None], object]] = {
-    "is_causal": lambda shape, cache_index: shape.causal,
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), lambda shape, cache_index: shape.heads),
-    "num_key_value_heads": lambda shape, cache_index: shape.key_heads,
-    "num_key_value_groups": lambda shape, cache_index: shape.heads // shape.key_heads,
-    **dict.fromkeys(("head_dim", "attention_head_size"), lambda shape, cache_index: shape.head_dim),
-    "layer_idx": lambda shape, cache_index: cache_index,
-}
-"""The expected value of each attribute in which transformers' and timm's attention modules state size and direction."""
+
+def _planned(shape: HeadShape, cache_index: int | None) -> dict[str, object]:
+    """Return the expected values of the attributes in which attention modules state their sizes and direction."""
+    return {
+        "is_causal": shape.causal,
+        **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), shape.heads),
+        "num_key_value_heads": shape.key_heads,
+        "num_key_value_groups": shape.heads // shape.key_heads,
+        **dict.fromkeys(("head_dim", "attention_head_size"), shape.head_dim),
+        "layer_idx": cache_index,
+    }
+
+
+_ATTRIBUTES = tuple(_planned(UNKNOWN, None))
+_FACTS = {*_ATTRIBUTES, CALLED, MASKED, LOCAL, OWN}
+"""The names that `LayerPlan.host` can have."""
+
+
+def _stated(host: nn.Module) -> dict[str, object]:
+    # Modules without a direction are bidirectional, as in transformers' own attention functions.
+    direction = {"is_causal": bool(getattr(host, "is_causal", False))}
+    return {name: getattr(host, name) for name in _ATTRIBUTES if hasattr(host, name)} | direction
 
 
 def host_facts(host: nn.Module, shape: HeadShape, cache_index: int | None) -> tuple[str, ...]:
     """Return the names of a host's attributes that agree with `shape` and `cache_index`."""
-    return tuple(name for name, planned in _PLANNED.items() if _stated(host, name) == planned(shape, cache_index))
+    stated, planned = _stated(host), _planned(shape, cache_index)
+    return tuple(name for name in planned if name in stated and stated[name] == planned[name])
 
 
 def contradiction(host: nn.Module, layer: LayerPlan) -> str:
     """Describe the first fact of a plan that the host's module now contradicts; empty if there is no contradiction."""
+    stated, planned = _stated(host), _planned(layer.shape, layer.cache_index)
     for name in layer.host:
-        if name in _PLANNED and (name == "is_causal" or hasattr(host, name)):
-            stated, planned = _stated(host, name), _PLANNED[name](layer.shape, layer.cache_index)
-            if stated != planned:
-                return f"{name} is {planned}, but the model's is {stated}"
+        if name in stated and stated[name] != planned[name]:
+            return f"{name} is {planned[name]}, but the model's is {stated[name]}"
     return ""
-
-
-def _stated(host: nn.Module, name: str) -> object:
-    # Modules without the attribute are bidirectional, as in transformers' own attention functions.
-    return bool(getattr(host, name, False)) if name == "is_causal" else getattr(host, name, "not set")
 
 
 def _count(value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import re
@@ -152,8 +153,10 @@ def body_prefix(model: PreTrainedModel) -> str:
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device on which a model runs, also if its first weights are in their files."""
-    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cpu")
 
 
 def stored(model: Any, name: str, tensor: Tensor) -> Tensor:
@@ -292,7 +295,7 @@ def check_numbers(model: torch.nn.Module, owner: str = "the weights file", unrea
     tensors = [*model.named_parameters(), *(x for x in model.named_buffers() if "linear_attention." in x[0])]
     kinds, bad = (torch.float64, torch.float32, torch.bfloat16, torch.float16), []
     for name, tensor in tensors:
-        tensor = stored(model, name, tensor)
+        tensor = stored(model, name, tensor) if tensor.is_meta else tensor
         if tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in kinds or name in unread:
             continue
         # Quantised tensors of torchao hold integers and scales.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from linearize.attention.native import engine
 from linearize.attention.native.options import NEVER, Attended, Attending, AttendOptions, WindowAttended
 from linearize.core.errors import ConfigError
-from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec, weights_of
 from linearize.ops import Mapped, Window, window_attention
 from linearize.ops.state import FLOOR, Context, real_tokens, without_padding
 
@@ -50,7 +51,7 @@ def attend_with_gradient(
         fallback: computes the gradient if log-scales are too steep for the native gradient.
         options: options of `Engine.attend`.
     """
-    weights = [getattr(map, name) for map in maps for name in MAP_WEIGHTS]
+    weights = itertools.chain.from_iterable(map(weights_of, maps))
     log_scale, others = options.log_scale, options._replace(log_scale=None, exact=True)
     out: Tensor = _Native.apply(maps, fallback, others, q, k, v, log_scale, *weights)
     return out

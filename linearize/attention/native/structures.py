@@ -8,6 +8,7 @@ import functools
 import os
 import struct
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention.native.options import AttendOptions
-from linearize.kernels.base import MAP_WEIGHTS, MapSpec
+from linearize.kernels.base import MAP_WEIGHTS, MapSpec, weights_of
 
 KINDS = ("given", "relu", "softmax_both", "exp_both", "waves", "wave_pairs", "damped_waves", "bank", "positive_waves")
 """The maps of maps.h by number; compared with the list in C when the library is loaded."""
@@ -26,10 +27,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 DONE, NO_MEMORY, STEEP = 0, 1, 2
 """Results of a call; also compared."""
 
-NAMES = ";".join(
-    "".join(f"{name} " for name in names)
-    for names in (KINDS, [str(dtype).removeprefix("torch.") for dtype in TYPES], ("done", "no_memory", "steep"))
-)
+NAMES = ";".join(" ".join((*names, "")) for names in (KINDS, ("float32", "bfloat16"), ("done", "no_memory", "steep")))
 """The names of maps, types and results, as the library returns them."""
 
 _KIND_NUMBERS = {name: number for number, name in enumerate(KINDS)}
@@ -52,9 +50,9 @@ class Back(ctypes.Structure):
     _fields_ = [
         ("out", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        *((name, _Strides) for name in ("grad_stride", "dq_stride", "dk_stride", "dv_stride")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS)),
-        *((name, ctypes.c_void_p) for name in ("kv", "log_scale", *(f"q_{name}" for name in MAP_WEIGHTS))),
+        *product(("grad_stride", "dq_stride", "dk_stride", "dv_stride"), [_Strides]),
+        *product(("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS, "kv", "log_scale"), [ctypes.c_void_p]),
+        *product(map("q_".__add__, MAP_WEIGHTS), [ctypes.c_void_p]),
     ]
 
 
@@ -62,16 +60,16 @@ class WindowBuffers(ctypes.Structure):
     """`window_t` of window_step.h; the tensors of the state are null for a whole sequence."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("size", "sinks", "exact_keys")),
-        *((name, ctypes.c_void_p) for name in ("ring_k", "ring_v", "ring_mask")),
-        *((name, ctypes.c_void_p) for name in ("sink_k", "sink_v", "tokens")),
-        *((name, ctypes.c_void_p) for name in ("kept_k", "kept_v", "kept_scale", "kept_mask")),
+        *product(("size", "sinks", "exact_keys"), [ctypes.c_int64]),
+        *product(("ring_k", "ring_v", "ring_mask"), [ctypes.c_void_p]),
+        *product(("sink_k", "sink_v", "tokens"), [ctypes.c_void_p]),
+        *product(("kept_k", "kept_v", "kept_scale", "kept_mask"), [ctypes.c_void_p]),
         ("scaling", ctypes.c_float),
         ("causal", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("tops", "row_sums", "priority", "until")),
+        *product(("tops", "row_sums", "priority", "until"), [ctypes.c_void_p]),
         # Its `memory_t` of look_up.h.
-        *((name, ctypes.c_int64) for name in ("blocks", "block", "keys")),
-        *((name, ctypes.c_void_p) for name in ("all_k", "all_v", "channels", "looks")),
+        *product(("blocks", "block", "keys"), [ctypes.c_int64]),
+        *product(("all_k", "all_v", "channels", "looks"), [ctypes.c_void_p]),
     ]
 
 
@@ -79,11 +77,11 @@ class WindowBack(ctypes.Structure):
     """`window_back_t` of window_gradient.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens")),
-        *((name, ctypes.c_int64) for name in ("size", "features", "value_size", "window", "sinks", "exact_keys")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "grad", "slope", "top")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k", "real", "until")),
-        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+        *product(("batch", "heads", "key_heads", "tokens"), [ctypes.c_int64]),
+        *product(("size", "features", "value_size", "window", "sinks", "exact_keys"), [ctypes.c_int64]),
+        *product(("q", "k", "v", "phi_q", "phi_k", "grad", "slope", "top"), [ctypes.c_void_p]),
+        *product(("dq", "dk", "dv", "dphi_q", "dphi_k", "real", "until"), [ctypes.c_void_p]),
+        *product(("causal", "threads"), [ctypes.c_int32]),
     ]
 
 
@@ -91,14 +89,14 @@ class Routed(ctypes.Structure):
     """`routed_t` of routed.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "tokens", "keys")),
-        *((name, ctypes.c_int64) for name in ("size", "features", "value_size")),
-        *((name, ctypes.c_int64) for name in ("block", "blocks", "slots", "window", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "phi_q", "phi_k", "query_scale", "key_scale")),
-        *((name, ctypes.c_void_p) for name in ("chosen", "real", "out", "sums", "tops", "inexact", "grad", "slope")),
-        *((name, ctypes.c_void_p) for name in ("dq", "dk", "dv", "dphi_q", "dphi_k")),
+        *product(("batch", "heads", "key_heads", "tokens", "keys"), [ctypes.c_int64]),
+        *product(("size", "features", "value_size"), [ctypes.c_int64]),
+        *product(("block", "blocks", "slots", "window", "sinks"), [ctypes.c_int64]),
+        *product(("q", "k", "v", "phi_q", "phi_k", "query_scale", "key_scale"), [ctypes.c_void_p]),
+        *product(("chosen", "real", "out", "sums", "tops", "inexact", "grad", "slope"), [ctypes.c_void_p]),
+        *product(("dq", "dk", "dv", "dphi_q", "dphi_k"), [ctypes.c_void_p]),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+        *product(("causal", "threads"), [ctypes.c_int32]),
     ]
 
 
@@ -106,10 +104,10 @@ class Choice(ctypes.Structure):
     """`choice_t` of choice.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "rows", "blocks", "slots", "block")),
-        *((name, ctypes.c_int64) for name in ("window", "sinks", "size", "keys")),
-        *((name, ctypes.c_void_p) for name in ("q", "channels", "places", "count", "chosen")),
-        *((name, ctypes.c_int32) for name in ("causal", "threads", "type")),
+        *product(("batch", "heads", "key_heads", "rows", "blocks", "slots", "block"), [ctypes.c_int64]),
+        *product(("window", "sinks", "size", "keys"), [ctypes.c_int64]),
+        *product(("q", "channels", "places", "count", "chosen"), [ctypes.c_void_p]),
+        *product(("causal", "threads", "type"), [ctypes.c_int32]),
     ]
 
 
@@ -145,10 +143,10 @@ def packed(maps: Sequence[MapSpec], scale: float, learned: Sequence[Learned] = (
     held: list[Tensor] = []
     data = b""
     for map, more in zip((maps[0], maps[-1]), (*learned, (), ()), strict=False):
-        weights = (*(getattr(map, name) for name in MAP_WEIGHTS), *(more or [None] * 5))
-        tensors = [None if weight is None else weight.float().contiguous() for weight in weights]
-        held += [tensor for tensor in tensors if tensor is not None]
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers = []
+        for weight in (*weights_of(map), *(more or [None] * 5)):
+            held += [] if weight is None else [weight.float().contiguous()]
+            pointers.append(0 if weight is None else held[-1].data_ptr())
         hidden = more[2] if more else None
         heads, rows, size = map.first.shape
         channels, width = (0, 0) if map.bank is None else (map.bank.shape[1], (map.bank.shape[2] - 1) // 3)
@@ -200,9 +198,12 @@ def call(
 
 def masks(q: Tensor, k: Tensor, options: AttendOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the mask [B, T] and the log-scales of k [B, K, T, D] and q [B, H, T, D] in the form that the op reads."""
-    mask, scales = options.mask, ((options.log_scale, k), (options.query_scale, q))
-    key, query = (None if given is None else given.float().expand(x.shape[:3]).contiguous() for given, x in scales)
-    return None if mask is None else mask.to(torch.bool).contiguous(), key, query
+    mask, key, query = options.mask, options.log_scale, options.query_scale
+    return (
+        None if mask is None else mask.to(torch.bool).contiguous(),
+        None if key is None else key.float().expand(k.shape[:3]).contiguous(),
+        None if query is None else query.float().expand(q.shape[:3]).contiguous(),
+    )
 
 
 OMP_PAUSE_HARD = 2
