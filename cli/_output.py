@@ -49,7 +49,10 @@ class Screen(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> list[Segment]:
         """Render as rich does, without control characters in the text; rich adds its own styles later."""
         plain = super().render(renderable, options)
-        return [x if x.control or x.text.isprintable() else Segment(printable(x.text), x.style) for x in plain]
+        return [
+            x if x.control or x.text == "\n" or x.text.isprintable() else Segment(printable(x.text), x.style)
+            for x in plain
+        ]
 
     def print(self, *objects: object, **options: Any) -> None:
         """Print as rich does, but do not treat text in brackets as markup."""
@@ -102,8 +105,8 @@ class WholeWords:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the table or the list, depending on the available width."""
         columns = [[name, *(row[at] for row in self.rows)] for at, name in enumerate(self.columns)]
-        least = [_longest(word for text in texts for word in text.split()) for texts in columns]
-        widths = [_longest(line for text in texts for line in text.splitlines()) for texts in columns]
+        least = [_longest(" ".join(texts).split()) for texts in columns]
+        widths = [_longest("\n".join(texts).splitlines()) for texts in columns]
         room = options.max_width - self.BORDER * len(columns) - 1
         if sum(least) > room:
             # The first cell of each row as a heading, then the other cells as name and value.

@@ -1,33 +1,29 @@
-"""Run the verbs that train: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and their dry runs."""
+"""Run the verbs that train: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and their dry runs.
+
+What only one of them needs is imported there.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from linearize.checkpoint.push import check_repo
 from linearize.cli._output import Screen, print_json, show_findings, table
 from linearize.cli._progress import Work, at_work, figures_of
-from linearize.cli.checkpoints import upload
 from linearize.cli.native import explain_plan, prepare_native
 from linearize.core.errors import ConfigError
 from linearize.core.events import Callback, Event, ignore
-from linearize.evaluation.bench.rows import mebibytes
 from linearize.jobs import events
-from linearize.jobs.bill import memory_bill, parse_size
 from linearize.jobs.config import AlignJob, ConvertJob, DemoJob, DistillJob, SearchJob
 from linearize.jobs.convert import ConvertResult, align_checkpoint, convert_checkpoint, distill_checkpoint
-from linearize.jobs.demo import run_demo
-from linearize.jobs.dry_run import AnyJob, dry_run
-from linearize.jobs.finetune import finetune_checkpoint
-from linearize.jobs.search import search_checkpoint
-from linearize.jobs.task_config import TuneJob
 from linearize.training.processes import is_main
-from linearize.training.stage_two.save import MEASURED, last_checkpoint
-from linearize.training.stage_two.tasks import above_chance
 from linearize.training.states import StateFolder
+
+if TYPE_CHECKING:
+    from linearize.jobs.dry_run import AnyJob
+    from linearize.jobs.task_config import TuneJob
 
 EXPLAINED_TOKENS = 512
 """Input length for --explain-backend without --max-length."""
@@ -37,6 +33,8 @@ Job = TypeVar("Job", ConvertJob, DistillJob, AlignJob)
 def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
     """Convert, or show the plan and the estimated cost; then upload the result, if requested."""
     if args.push_to_hub:
+        from linearize.checkpoint.push import check_repo
+
         # A wrong name is refused before the first slow step.
         check_repo(args.push_to_hub)
 
@@ -51,12 +49,16 @@ def convert(job: ConvertJob, args: argparse.Namespace, out: Screen) -> object:
 
     result = _train(job, args, out, convert_checkpoint, also)
     if args.push_to_hub and not args.dry_run and is_main():
+        from linearize.cli.checkpoints import upload
+
         upload(job.target(), args.push_to_hub, out, private=args.private)
     return result
 
 
 def show_memory(job: ConvertJob, args: argparse.Namespace, out: Screen) -> int:
     """Print what each stage of a conversion needs per device; return 0 if stage one fits, else 2."""
+    from linearize.jobs.bill import memory_bill, parse_size
+
     if not args.dry_run or args.device_memory is None or args.devices < 1:
         raise ConfigError(
             f"device-memory: got {args.device_memory} with {args.devices} devices, expected a size and at least one "
@@ -104,6 +106,10 @@ def _train(
 
 def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
     """Tune a checkpoint, and print the progress and the metrics."""
+    from linearize.jobs.finetune import finetune_checkpoint
+    from linearize.training.stage_two.save import MEASURED
+    from linearize.training.stage_two.tasks import above_chance
+
     if args.dry_run:
         return show_bill(job, args, out)
 
@@ -132,6 +138,8 @@ def finetune(job: TuneJob, args: argparse.Namespace, out: Screen) -> object:
 
 def kept_checkpoint(job: TuneJob) -> str:
     """Return what an interrupted stage two left on disk, and how to resume it."""
+    from linearize.training.stage_two.save import last_checkpoint
+
     folder = f"{job.target()}.training"
     last = last_checkpoint(folder)
     kept = "no checkpoint was written yet" if last is None else f"{last.name} is in {folder}"
@@ -140,6 +148,8 @@ def kept_checkpoint(job: TuneJob) -> str:
 
 def search(job: SearchJob, args: argparse.Namespace, out: Screen) -> object:
     """Choose kernels."""
+    from linearize.jobs.search import search_checkpoint
+
     prepare_native(args, job.device, out)
     with at_work(out, "loading the model", lambda: kept_states(job.target(), "search")) as work:
         result = search_checkpoint(job, work)
@@ -152,6 +162,9 @@ def search(job: SearchJob, args: argparse.Namespace, out: Screen) -> object:
 
 def demo(job: DemoJob, args: argparse.Namespace, out: Screen) -> object:
     """Convert a small model, and show the speed-up."""
+    from linearize.evaluation.bench.rows import mebibytes
+    from linearize.jobs.demo import run_demo
+
     prepare_native(args, "cpu", out)
 
     def kept() -> str:
@@ -181,6 +194,8 @@ def kept_states(target: str, *endings: str) -> str:
 
 def show_bill(job: AnyJob, args: argparse.Namespace, out: Screen, also: Callback = ignore) -> int:
     """Check a job and print its plan and its estimated cost; return 0 if it fits, else 2."""
+    from linearize.jobs.dry_run import dry_run
+
     plans = []
 
     def on_event(event: Event) -> None:

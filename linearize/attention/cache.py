@@ -65,7 +65,10 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def given_cache(kwargs: Mapping[str, object]) -> Any:
     """Return the generation cache among the keyword arguments of a forward, or None."""
-    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    for name in CACHE_NAMES:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
 
 
 def cache_name(forward: Callable[..., object]) -> str | None:

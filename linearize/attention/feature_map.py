@@ -199,7 +199,7 @@ class FeatureMapMixer(Mixer):
         scale = self.input_scale(scaling)
         usable = native is not None and native.supports(x, x, x) and not self.is_offloaded()
         if usable and (spec := map.map_spec()) is not None:
-            phi, log_scale = MappedTokens.apply(spec, scale, x, *weights_of(spec))
+            phi, log_scale = MappedTokens.apply(native, spec, scale, x, *weights_of(spec))
         else:
             x = x.float() if scale == 1.0 else x.float() * scale
             own = map.forward if self.symmetric else map.forward_queries if queries else map.forward_keys

@@ -243,7 +243,8 @@ def softmax_forward(
         causal = False
     elif mask is None or mask.shape[2] == 1:
         mask, causal = visible_keys(query, key, mask, causal=causal)
-    if any(kwargs.get(name) is not None for name in _ONLY_EAGER):
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        # SDPA does not support these changes of the scores, but a modeling file's own function does.
         files = (sys.modules.get(base.__module__) for base in type(module).__mro__)
         eager: Any = next(filter(callable, (getattr(file, "eager_attention_forward", None) for file in files)), None)
         if eager is not None:
@@ -254,10 +255,6 @@ def softmax_forward(
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     out, _ = sdpa(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
     return out, softmax_weights(query, key, mask, scaling=scaling, causal=causal) if wanted else None
-
-
-_ONLY_EAGER = ("softcap", "s_aux")
-"""Changes of the scores that SDPA does not support but a modeling file's own function does."""
 
 
 def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -54,7 +54,7 @@ def find_segments(causal: bool, tokens: Tensor, kwargs: ReadOnlyValues, *, cache
         UnsupportedModelError: if the documents do not add up to the tokens.
     """
     batch, count = tokens.shape[:2]
-    lengths, index, positions = (kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids"))
+    lengths, index, positions = map(kwargs.get, ("cu_seq_lens_q", "seq_idx", "position_ids"))
     if lengths is not None:
         if not len(lengths) or int(lengths[0]) or int(lengths[-1]) != batch * count or bool((lengths.diff() < 0).any()):
             raise UnsupportedModelError(
@@ -128,8 +128,8 @@ def find_documents(root: Any, args: Any, kwargs: Values, *, causal: bool) -> tup
         kwargs = dict(zip(names, args, strict=False)) | kwargs
         args = ()
     # GPT-2 passes input_ids by position, also if they are None.
-    given = (*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds")))
-    tokens = next((one for one in given if one is not None), None)
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = ([one for one in given if one is not None] or [None])[0]
     if tokens is None or tokens.ndim < 2 or tokens.shape[1] < 2:
         return None
     cache = given_cache(kwargs)

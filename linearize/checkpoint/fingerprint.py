@@ -60,7 +60,7 @@ def fingerprint(
     Returns:
         The fingerprint; `check_same` compares two.
     """
-    values = {name: plain(value) for name, value in (options or {}).items()}
+    values: dict[str, object] = json.loads(_as_json(dict(options or {})))
     if data is not None:
         values["data contents"] = data_digest(data)
     if model is not None:
@@ -141,13 +141,16 @@ def _without_trained_length(values: object) -> object:
 
 def plain(value: object) -> object:
     """Return a value as JSON restores it: tuples become lists, dataclasses mappings, other objects their text."""
+    return json.loads(_as_json(value))
 
+
+def _as_json(value: object) -> str:
     def other(item: object) -> object:
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             return dataclasses.asdict(item)
         return str(item)
 
-    return json.loads(json.dumps(value, default=other))
+    return json.dumps(value, default=other)
 
 
 def kernels_of(model: nn.Module) -> dict[str, object]:

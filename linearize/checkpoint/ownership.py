@@ -143,16 +143,15 @@ def check_links(name: str | os.PathLike[str]) -> None:
         CheckpointError: naming the link.
     """
     root = os.path.realpath(os.path.expanduser(name))
-    allowed = [root]
+    allowed = [os.path.join(root, "")]
     repository, _, commit = root.rpartition(f"{os.sep}snapshots{os.sep}")
     if commit and os.path.basename(repository).startswith("models--"):
-        allowed.append(os.path.join(repository, "blobs"))
+        allowed.append(os.path.join(repository, "blobs", ""))
     for folder, folders, files in os.walk(root):
         for file in (*folders, *files):
             path = os.path.join(folder, file)
             target = os.path.realpath(path)
-            inside = any(os.path.join(target, "").startswith(os.path.join(place, "")) for place in allowed)
-            if os.path.islink(path) and not inside:
+            if os.path.islink(path) and not os.path.join(target, "").startswith(tuple(allowed)):
                 raise CheckpointError(
                     f"{os.fspath(name)!r} holds {os.path.relpath(path, root)!r}, a link to {target!r} outside the "
                     "checkpoint, expected files; put a copy in its place if you trust the author of the checkpoint"

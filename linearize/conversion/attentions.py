@@ -55,9 +55,11 @@ _RECURRENT = {"a_log", "dt_bias", "conv1d", "q_conv1d"}
 
 Run = tuple[PreTrainedModel, Inputs]
 """A forward that a model, or a part of it, accepts: the model or its part, and keyword arguments."""
+Trial = tuple[list[Run], list[Call]]
+"""The result of `trial_runs`."""
 
 
-def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> tuple[list[Run], list[Call]]:
+def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = None) -> Trial:
     """Run a model once, and record its attention calls.
 
     Args:
@@ -90,7 +92,7 @@ def trial_runs(model: PreTrainedModel, inputs: Mapping[str, Tensor] | None = Non
         return runs, calls
 
 
-def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs]) -> tuple[list[Run], list[Call]]:
+def _first(model: PreTrainedModel, part: PreTrainedModel, tried: Iterable[Inputs]) -> Trial:
     """Return the first run of a part that does not fail, and its calls."""
     failures: list[tuple[Inputs, Exception]] = []
     for inputs in tried:
@@ -215,10 +217,10 @@ class _Recorder:
         """Record the call, and attend with softmax."""
         mask, kind, window = attention_mask, "none", None
         if mask is not None:
-            known = next((one for one in self.masks if mask is one[2]), None)
-            known = known or next((one for one in self.masks if _same_mask(mask, one[2])), None)
+            known = [one for one in self.masks if mask is one[2]]
+            known = known or [one for one in self.masks if _same_mask(mask, one[2])]
             # Otherwise the host made it itself.
-            kind, window, _ = known or (_kind_by_values(mask) or "bias", None, None)
+            kind, window, _ = known[0] if known else (_kind_by_values(mask) or "bias", None, None)
         mods = [name for name in UNSUPPORTED_SCORE_MODS if kwargs.get(name) is not None]
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         causal = bool(declared or getattr(module, "is_causal", False))
@@ -229,7 +231,7 @@ class _Recorder:
             causal = declared
         if kind == "local" and mask is not None:
             causal = not bool(_seen(mask).triu(1).any())
-        q, k, v = (tuple(t.shape) for t in (query, key, value))
+        q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
         altered = ", ".join(map(UNSUPPORTED_SCORE_MODS.__getitem__, mods))
         call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
         call.keys = key.data_ptr()
@@ -352,7 +354,7 @@ def find_unreached(model: PreTrainedModel, calls: list[Call]) -> list[LayerPlan]
     seen = tuple(f"{names[call.module]}." for call in calls)
     layers = []
     for name, module in found.items():
-        around = any(other.startswith(f"{name}.") for other in (*found, *seen))
+        around = [other for other in (*found, *seen) if other.startswith(f"{name}.")]
         if around or f"{name}.".startswith(seen):
             continue
         kind = type(module).__name__

@@ -51,8 +51,8 @@ def find_gguf(name: str | os.PathLike[str]) -> Path | None:
         if path.suffix.lower() == SUFFIX:
             raise CheckpointError(f"{str(name)!r}: no such GGUF file; check the path")
         return None
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    if any(file.suffix.lower() in OTHER_WEIGHTS for file in files):
+    files = sorted(filter(Path.is_file, path.iterdir()))
+    if not {file.suffix.lower() for file in files}.isdisjoint(OTHER_WEIGHTS):
         return None
     models = {SHARD.sub("", file.name): file for file in reversed(files) if file.suffix.lower() == SUFFIX}
     if len(models) > 1:

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.attention.factory import build_mixer
+from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.attention.parts import can_fade
 from linearize.conversion.attentions import (
     CROSS,
     LOCAL_KEPT,
-    Run,
+    Trial,
     find_attentions,
     find_unreached,
     plan_names,
@@ -56,7 +57,7 @@ def plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
         UnknownNameError: for an unknown option.
         ConfigError: for an unknown kernel or argument, a wrong value, or layers that do not exist.
     """
-    return make_plan(model, with_length(model, config))
+    return plan_and_trial(model, with_length(model, config))[0]
 
 
 def with_length(model: PreTrainedModel, config: ConversionConfig) -> ConversionConfig:
@@ -71,8 +72,8 @@ def with_length(model: PreTrainedModel, config: ConversionConfig) -> ConversionC
     return dataclasses.replace(config, image_size=None, max_length=tokens_of_image_size(model, config.image_size))
 
 
-def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
-    """Plan the conversion of a model, as `plan` does.
+def plan_and_trial(model: PreTrainedModel, config: ConversionConfig) -> tuple[Plan, Trial]:
+    """Plan the conversion of a model, as `plan` does; also return its trial runs, for `convert_model`.
 
     Raises:
         UnsupportedModelError: as in `plan`.
@@ -92,7 +93,8 @@ def make_plan(model: PreTrainedModel, config: ConversionConfig) -> Plan:
     chosen = choose(model, config, len(convertible))
     numbered = [dataclasses.replace(layer, index=index) for index, layer in enumerate(convertible)]
     found = Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
-    return found.with_layers(_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True))
+    decided = [_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True)]
+    return found.with_layers(decided), (runs, calls)
 
 
 def _name_optional(model: PreTrainedModel, layers: list[LayerPlan], calls: list[Call]) -> None:
@@ -215,20 +217,24 @@ def convert(model: PreTrainedModel, config: ConversionConfig) -> PreTrainedModel
     if is_timm(model):
         model = wrap(model)
     config = with_length(model, config)
-    report = convert_model(model, make_plan(model, config), config)
+    plan, trial = plan_and_trial(model, config)
+    report = convert_model(model, plan, config, trial)
     if report is not None:
         # `linearize.save` lets the processor make inputs as long as these.
         vars(model)["extended_positions"] = report
     return model
 
 
-def convert_model(model: PreTrainedModel, plan: Plan, config: ConversionConfig) -> PositionReport | None:
+def convert_model(
+    model: PreTrainedModel, plan: Plan, config: ConversionConfig, trial: Trial | None = None
+) -> PositionReport | None:
     """Carry out a plan made for this model, in place: extend its inputs first, then put in the kernels.
 
     Args:
         model: the model.
         plan: the plan.
         config: `max_length`, `positions` and `example_inputs` are read.
+        trial: the model's trial runs, if it was neither changed nor moved since.
 
     Returns:
         How positions were extended; None if they were not.
@@ -236,7 +242,9 @@ def convert_model(model: PreTrainedModel, plan: Plan, config: ConversionConfig) 
     _own_config(model)
     longest = config.max_length
     report = None if longest is None else extend_positions(model, longest, method=config.positions)
-    apply(model, plan, config.example_inputs)
+    if trial is None or report is not None:
+        trial = _check_plan(model, plan, config.example_inputs)
+    _put_in(model, plan, trial, padded=config.example_inputs is None)
     return report
 
 
@@ -258,17 +266,17 @@ def change_hybrids(model: PreTrainedModel, hybrids: Mapping[str, Hybrid]) -> Pla
 def set_trained_length(model: PreTrainedModel, tokens: int) -> None:
     """Make causal hybrids fade beyond the longest rows they were trained on, in place; this length never shrinks."""
     fading = {
-        layer.module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
-        for layer in fading_layers(model)
+        module: dataclasses.replace(layer.hybrid, trained_length=max(tokens, layer.hybrid.trained_length or 0))
+        for module, layer in fading_layers(model).items()
     }
     if fading:
         change_hybrids(model, fading)
 
 
-def fading_layers(model: PreTrainedModel) -> list[LayerPlan]:
-    """Return the layers of a converted model that can have a trained length."""
-    converted = Plan.from_dict(model.config.linearize).converted
-    return [layer for layer in converted if can_fade(layer.hybrid, layer.shape.causal)]
+def fading_layers(model: PreTrainedModel) -> dict[str, LinearAttention]:
+    """Return the layers of a converted model that can have a trained length, by module."""
+    layers = linear_attentions(model.base_model).items()
+    return {name: layer for name, layer in layers if can_fade(layer.hybrid, layer.shape.causal)}
 
 
 @known_names()
@@ -280,13 +288,19 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
         UnsupportedModelError: if the model is already converted, has no weights, or, with softmax in place of the
             kernels, computes something else.
     """
-    runs, calls = _check_plan(model, plan, example_inputs)
+    trial = _check_plan(model, plan, example_inputs)
     _own_config(model)
-    longest = None
+    _put_in(model, plan, trial, padded=example_inputs is None)
+    return model
+
+
+def _put_in(model: PreTrainedModel, plan: Plan, trial: Trial, *, padded: bool) -> None:
+    """Carry out a plan for this model; `padded` tells whether the inputs of the trial runs may be padded."""
+    (runs, calls), longest = trial, None
     if plan.local_as_full:
         # Up to this length, local layers converted as full attention compute the same as before.
         longest = min((call.window for call in calls if call.window is not None), default=None)
-    recorded = record(runs, longest, padded=example_inputs is None)
+    recorded = record(runs, longest, padded=padded)
     if any(output is not None and output.is_meta for _, _, outputs in recorded for output in outputs):
         raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
     kind, config, original = type(model), model.config, copy.deepcopy(model.config)
@@ -305,35 +319,32 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
             "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
         )
     check(model, recorded)
-    return model
 
 
-def _check_plan(
-    model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None
-) -> tuple[list[Run], list[Call]]:
+def _check_plan(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None) -> Trial:
     """Refuse what is not a plan for all attentions of this model; return the trial runs of the model, if it runs."""
     if not isinstance(plan, Plan):
         raise ConfigError(f"got a plan of type {type(plan).__name__}, expected one from linearize.plan")
     _check_original(model)
     Plan.from_dict(plan.to_dict())  # Checks types, numbers and names.
-    names = plan_names(model)
+    names, checked = plan_names(model), []
     hosts = {name: module for module, name in names.items()}
     for layer in plan.layers:
         known = layer.module in hosts
         why = contradiction(hosts[layer.module], layer) if known else f"it has no module {layer.module!r}"
         if why or plan.base_model_type != model.config.model_type:
             raise _other_model(plan, model, why)
-        if layer.converted:
+        if layer.converted and layer.mixer not in checked:
             build_mixer(*layer.mixer)
-    runs: list[Run] = []
-    calls: list[Call] = []
+            checked.append(layer.mixer)
+    trial: Trial = [], []
     with contextlib.suppress(UnsupportedModelError):
-        runs, calls = trial_runs(model, inputs)
+        trial = trial_runs(model, inputs)
     listed = {layer.module for layer in plan.layers}
-    for call in calls:
+    for call in trial[1]:
         if (name := names[call.module]) not in listed:
             raise _other_model(plan, model, f"it does not list {name!r}")
-    return runs, calls
+    return trial
 
 
 def _other_model(plan: Plan, model: PreTrainedModel, why: str) -> ConfigError:

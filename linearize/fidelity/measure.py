@@ -263,7 +263,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
             add("window_error", (alone - target).square().sum(dim=-1) * valid)
         if layer.mixer.info.normalized:
             for batch, tokens in teacher.pieces(mask):
-                queries, keys = (teacher.take(x, batch, tokens) for x in (q, k))
+                queries, keys = teacher.take(q, batch, tokens), teacher.take(k, batch, tokens)
                 _add_weights(sums[name], layer, queries, keys, scaling)
         # For a causal layer with padding, the host would build a T x T mask; so it gets this output instead.
         return target.to(v.dtype) if layer.shape.causal else None

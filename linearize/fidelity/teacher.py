@@ -60,7 +60,7 @@ def run_module(module: nn.Module, config: PreTrainedConfig, batch: Batch) -> Any
     """
     inputs: dict[str, object] = {name: value for name, value in batch.items() if name != "labels"}
     names = inspect.signature(module.forward).parameters
-    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+    passes_on = inspect.Parameter.VAR_KEYWORD in {one.kind for one in names.values()}
     # Models that pass keywords on to their attention take only those masks that they name (DETR's, but not YOLOS's).
     inputs = {name: value for name, value in inputs.items() if name in names or (passes_on and name != "pixel_mask")}
     # A body with several parts (LLaVA) passes it on to its text model.
@@ -186,7 +186,7 @@ def softmax_heads_output(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor
     """
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for batch, tokens in pieces(mask):
-        queries, keys, values = (take(x, batch, tokens) for x in (q, k, v))
+        queries, keys, values = [x if batch is None else take(x, batch, tokens) for x in (q, k, v)]
         outputs = nnf.scaled_dot_product_attention(
             queries, keys, values, is_causal=layer.shape.causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from linearize.attention.parts import check_values
 from linearize.checkpoint.loading import STREAM, Loaded, load_converted, load_model, model_type, with_length
 from linearize.checkpoint.provenance import ALIGNMENT, STAGE_ONE, Provenance, log_file, log_lines, read_log
+from linearize.conversion.attentions import Trial
 from linearize.conversion.inputs import read_inputs
 from linearize.conversion.layers import ConversionConfig
-from linearize.conversion.plan import change_hybrids, convert_model, plan
+from linearize.conversion.plan import change_hybrids, convert_model, plan_and_trial
 from linearize.conversion.plan_file import apply_file, check_plan_target, read_plan, write_plan
 from linearize.conversion.positions import PositionReport, current_length, extend_processor, tokens_of_image_size
 from linearize.core.errors import ConfigError, TrainingError
@@ -28,17 +27,13 @@ from linearize.jobs.advice import after_training
 from linearize.jobs.config import AlignJob, ConvertJob, DistillJob, StageOneJob
 from linearize.jobs.events import Callback, Concluded, Findings, HeadsChosen, Noted, Planned, Saved, ignore
 from linearize.jobs.presets import AUTO, check_preset, fitting, width_of
-from linearize.jobs.search import check_search, choose_plan
 from linearize.jobs.stages import SKIP, Context
-from linearize.kernel_search.windows import HANDLED, choose_windows
 from linearize.modeling.model import kernel_parameters
 from linearize.modeling.plan import Plan
 from linearize.training.alignment.loop import AlignResult
 from linearize.training.alignment.pair import check_teacher
 from linearize.training.processes import check_alone, is_main, under_fsdp
 from linearize.training.stage_one.loop import DistillResult, within
-from linearize.training.stage_two.load import check_processor
-from linearize.training.stage_two.save import without_scores
 
 STAND_IN = "elu"
 """Placeholder kernel of every layer until a search or a plan file chooses one."""
@@ -102,6 +97,8 @@ def convert_checkpoint(job: ConvertJob, on_event: Callback = ignore) -> ConvertR
         context = open_conversion(job, on_event)
         stages.make_room(context)
         if job.kernel == AUTO:
+            from linearize.jobs.search import choose_plan
+
             result = choose_plan(context, longest_input(job, context.loaded))
             context.provenance["search"] = finite(result.to_dict())
             context.plan = result.plan
@@ -161,6 +158,8 @@ def open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
     section = loaded.model.config.linearize
     provenance = dict(section.get("provenance") or {})
     if tuned := Provenance(provenance).part("finetuning").values:
+        from linearize.training.stage_two.save import without_scores
+
         # The scores are those of the weights before this stage.
         provenance["finetuning"] = without_scores(tuned)
     context = Context(job, loaded, Plan.from_dict(section), on_event, provenance, earlier)
@@ -179,6 +178,8 @@ def open_converted(job: DistillJob | AlignJob, on_event: Callback) -> Context:
 
 def open_teacher(context: Context, job: AlignJob) -> None:
     """Load the teacher, if one is named, and open the data of an alignment."""
+    from linearize.training.stage_two.load import check_processor
+
     loaded = context.loaded
     if job.teacher is not None:
         if model_type(job.teacher) == "linearize":
@@ -216,13 +217,13 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
         trial: whether this is a dry run, which chooses the heads in a single step.
     """
     check_kernel(job)
-    loaded, decided, inputs = make_plan(job)
+    loaded, decided, conversion = make_plan(job)
     is_local = os.path.exists(job.model)
     made_from = {"base_model": name_of(job.model), "base_is_local": is_local, "max_length": job.max_length}
     if job.image_size is not None:
         made_from["image_size"] = job.image_size
     context = Context(
-        job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, example_inputs=inputs, trial=trial
+        job, loaded, decided, on_event, {**made_from, "options": recorded(job)}, conversion=conversion, trial=trial
     )
     length = job.distill_length or within(loaded)
     # Kernels and windows are chosen on rows that the model takes now; positions are extended later (`put_in_kernels`).
@@ -235,6 +236,8 @@ def open_conversion(job: ConvertJob, on_event: Callback, *, trial: bool = False)
         context.plan = apply_file(loaded.model, decided, file, longest_input(job, loaded))
         context.provenance["plan"] = {"why": {str(number): why for number, why in file.why.items()}}
     if job.chooses_windows:
+        from linearize.kernel_search.windows import choose_windows
+
         stages.open_data(context, shorter, "a number to --window")
 
         def windows() -> Values:
@@ -293,10 +296,14 @@ def check_kernel(job: ConvertJob) -> None:
     if job.plan is not None:
         read_plan(job.plan)
     elif job.kernel == AUTO:
+        from linearize.jobs.search import check_search
+
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
     if job.chooses_windows:
+        from linearize.kernel_search.windows import HANDLED
+
         check_values(job.additions.given, HANDLED, "window: auto")
     if job.chooses_windows and under_fsdp():
         raise ConfigError(
@@ -306,11 +313,13 @@ def check_kernel(job: ConvertJob) -> None:
         check_plan_target(job.plan_out, overwrite=job.overwrite or stages.resumes(job))
 
 
-def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Plan, Mapping[str, Tensor] | None]:
+def make_plan(
+    job: ConvertJob, loaded: Loaded | None = None
+) -> tuple[Loaded, Plan, tuple[ConversionConfig, Trial | None]]:
     """Load the model, unless it is given, and plan its conversion; nothing is changed or written.
 
     Returns:
-        The model, the plan, and the inputs for trial runs if the job names a file of them.
+        The model, the plan, and what `convert_model` needs besides them.
 
     Raises:
         ConfigError: if `max_length` is below what the model takes, no layer suits the preset, or as in `plan`.
@@ -338,8 +347,7 @@ def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Pl
         )
     inputs = None if job.example_inputs is None else read_inputs(job.example_inputs, loaded.model)
     longest = longest_input(job, loaded)
-    decided = plan(
-        loaded.model,
+    config = ConversionConfig(
         STAND_IN if job.kernel == AUTO or job.plan is not None else job.kernel,
         job.kernel_args,
         layers=job.layers,
@@ -348,15 +356,18 @@ def make_plan(job: ConvertJob, loaded: Loaded | None = None) -> tuple[Loaded, Pl
         window=width_of(job.window),
         softmax_heads=None if job.chooses_heads else job.keep_softmax_heads,
         max_length=longest,
+        positions=job.positions,
         seed=job.seed,
         local_as_full=job.local_as_full,
         example_inputs=inputs,
     )
+    decided, trial = plan_and_trial(loaded.model, config)
     check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
     heads = sum(layer.shape.heads for layer in decided.converted)
     if job.chooses_heads and job.softmax_heads(heads) > heads:
         raise too_many_heads(job.softmax_heads(heads), heads)
-    return loaded, decided, inputs
+    # A search may move the model to another device.
+    return loaded, decided, (config, None if job.kernel == AUTO else trial)
 
 
 def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
@@ -378,10 +389,8 @@ def longest_input(job: ConvertJob, loaded: Loaded) -> int | None:
 def put_in_kernels(context: Context) -> None:
     """Carry out the plan, and extend the positions if longer inputs were requested."""
     job, loaded = context.job, context.loaded
-    assert isinstance(job, ConvertJob)
-    longest, inputs = longest_input(job, loaded), context.example_inputs
-    config = ConversionConfig(max_length=longest, positions=job.positions, example_inputs=inputs)
-    report = convert_model(loaded.model, context.plan, config)
+    assert isinstance(job, ConvertJob) and context.conversion is not None
+    report = convert_model(loaded.model, context.plan, *context.conversion)
     if report is not None:
         context.positions = report
         if loaded.processor is not None:

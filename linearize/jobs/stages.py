@@ -47,9 +47,10 @@ from linearize.training.states import RunState, StateFolder, keep_states
 from linearize.training.trackers import check_report_to, reporter
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
+    from linearize.conversion.attentions import Trial
+    from linearize.conversion.layers import ConversionConfig
     from linearize.conversion.positions import PositionReport
     from linearize.jobs.task_config import TuneJob
     from linearize.kernel_search.result import SearchResult
@@ -73,7 +74,7 @@ class Context:
         longest_seen: tokens of the longest held-out row; None if there is no training text.
         positions: how positions were extended, or None.
         teacher: the model to align with; None if it is the checkpoint's own softmax.
-        example_inputs: inputs for trial runs, if the job names a file of them.
+        conversion: options of the conversion, and the trial runs of the original if it was not moved since.
         searched: result of the search for a plan, or None.
         distillation: result of stage one, or None.
         alignment: result of the alignment, or None.
@@ -95,7 +96,7 @@ class Context:
     longest_seen: int | None = None
     positions: PositionReport | None = None
     teacher: PreTrainedModel | None = None
-    example_inputs: Mapping[str, Tensor] | None = None
+    conversion: tuple[ConversionConfig, Trial | None] | None = None
     searched: SearchResult | None = None
     distillation: DistillResult | None = None
     alignment: AlignResult | None = None

@@ -154,7 +154,8 @@ def enter_parts(config: PreTrainedConfig) -> None:
 
 
 def _enter_implementations(files: set[str]) -> None:
-    for table in itertools.chain.from_iterable(vars(sys.modules[file]).values() for file in files & sys.modules.keys()):
+    contents = [vars(sys.modules[file]).values() for file in files & sys.modules.keys()]
+    for table in itertools.chain.from_iterable(contents):
         if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
             for kind in IMPLEMENTATIONS:
                 table.setdefault(kind, table.get("sdpa", table["eager"]))

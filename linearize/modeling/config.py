@@ -25,7 +25,7 @@ from linearize.attention.factory import build_mixer
 from linearize.attention.parts import newest_part
 from linearize.core.errors import CheckpointError, ConfigError, LinearizeError, UnknownNameError
 from linearize.core.registry import ReadOnlyValues, Values, kernel_info
-from linearize.modeling.compat import IMPLEMENTATIONS, implementation, implementation_of, refusal, use_linear_attention
+from linearize.modeling.compat import IMPLEMENTATIONS, implementation, refusal, use_linear_attention
 from linearize.modeling.plan import ABSENT, Plan, damaged
 from linearize.modeling.portable import ENTRY, code_files, outside_packages, why_not
 
@@ -326,7 +326,7 @@ class _Mixin(_Original):
     @property
     def _attn_implementation(self) -> str | None:
         """Name of the attention implementation; any other than linearize's is ignored with a warning."""
-        return implementation_of(self)
+        return vars(self).get("_attn_implementation_internal")
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: object) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import nn
 
@@ -139,7 +140,7 @@ class Plan:
     @functools.cached_property
     def converted(self) -> tuple[LayerPlan, ...]:
         """The layers that get a kernel."""
-        return tuple(layer for layer in self.layers if layer.converted)
+        return tuple(filter(attrgetter("converted"), self.layers))
 
     @property
     def local_as_full(self) -> tuple[LayerPlan, ...]:

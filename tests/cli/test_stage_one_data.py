@@ -10,7 +10,6 @@ from support.checkpoints import WORDS
 from support.command_lines import run
 
 from linearize.checkpoint.inspect import inspect_checkpoint
-from linearize.jobs import convert
 from linearize.training.stage_one import observer
 
 
@@ -103,8 +102,8 @@ def test_a_resumed_run_keeps_what_was_chosen(folders, tmp_path, capsys, monkeypa
     cut_at(monkeypatch, 3)
     assert run(capsys, *line, value)[0] == 130
     monkeypatch.undo()
-    for name in ("keep_heads", "choose_windows"):
-        monkeypatch.setattr(convert, name, again)
+    for name in ("jobs.convert.keep_heads", "kernel_search.windows.choose_windows"):
+        monkeypatch.setattr(f"linearize.{name}", again)
     code, _, err = run(capsys, *line, other, "--resume")
     assert (code, f"started with {option.replace('-', '_')}={value!r}, now it is {other!r}" in err) == (2, True)
     code, _, err = run(capsys, *line, value, "--resume")

@@ -284,7 +284,7 @@ def test_the_demo_and_convert_have_a_heartbeat(monkeypatch, capsys):
 
     monkeypatch.setattr(Screen, "print", spy)
 
-    monkeypatch.setattr("linearize.cli.train.run_demo", slow)
+    monkeypatch.setattr("linearize.jobs.demo.run_demo", slow)
     monkeypatch.setattr("linearize.cli.train.convert_checkpoint", slow)
     for verb in (["demo"], ["convert", "bert", "--output", "nowhere"]):
         code, out, _ = run(capsys, *verb)
@@ -507,7 +507,7 @@ def test_ctrl_c_in_the_demo_and_the_upload(folders, tmp_path, capsys, monkeypatc
             on_event(Saved(tmp_path))
         interrupt()
 
-    monkeypatch.setattr("linearize.cli.train.run_demo", demo)
+    monkeypatch.setattr("linearize.jobs.demo.run_demo", demo)
     monkeypatch.setattr("linearize.checkpoint.push.push", interrupt)
     assert "nothing was written" in run(capsys, "demo", "--tokens", 512)[2]
     # It named --max-length, which the demo does not have, after a line about "-1 steps".

@@ -6,6 +6,7 @@ To add a backend, write a file with a class that implements `Backend` and add an
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -159,7 +160,7 @@ class LinearMixer(FeatureMapMixer):
             ConfigError: if no backend computes them together.
         """
         asked = frozenset(hybrid.changed) - HEADS
-        if not any(asked <= backend.supports for backend in BACKENDS):
+        if not any(map(asked.issubset, map(attrgetter("supports"), BACKENDS))):
             raise _no_backend(hybrid)
         super().change(hybrid)
 

@@ -96,10 +96,10 @@ class MappedTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
+        ctx: Context, native: object, map: MapSpec, scale: float, x: Tensor, *weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return features and log-scales, as described above."""
-        ctx.map, ctx.scale, ctx.engine = map, scale, engine()
+        """Return features and log-scales, as described above; `native` is the engine."""
+        ctx.map, ctx.scale, ctx.engine = map, scale, native
         ctx.save_for_backward(x, *weights)
         found: tuple[Tensor, Tensor | None] = ctx.engine.features(map, x, scale=scale)
         return found
@@ -111,7 +111,7 @@ class MappedTokens(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         map = ctx.map._replace(**dict(zip(MAP_WEIGHTS, weights, strict=True)))
         grad_x, grads = ctx.engine.features_gradient(map, x, grad, grad_scale, scale=ctx.scale)
-        return None, None, grad_x, *grads
+        return None, None, None, grad_x, *grads
 
 
 def _differentiated(
