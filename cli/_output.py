@@ -104,7 +104,7 @@ class WholeWords:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the table or the list, depending on the available width."""
-        columns = [[name, *(row[at] for row in self.rows)] for at, name in enumerate(self.columns)]
+        columns = [*zip(self.columns, *self.rows, strict=True)]
         least = [_longest(" ".join(texts).split()) for texts in columns]
         widths = [_longest("\n".join(texts).splitlines()) for texts in columns]
         room = options.max_width - self.BORDER * len(columns) - 1

@@ -267,7 +267,7 @@ def _to_add(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _weights_wanted(kwargs: Mapping[str, object]) -> bool:
     """Tell whether the model's caller wants attention weights, even if the host does not pass that on."""
     collected = _active_collector.get() or ()
-    return bool(kwargs.get("output_attentions")) or any("attentions" in name for name in collected)
+    return bool(kwargs.get("output_attentions")) or "attentions" in " ".join(collected)
 
 
 def mask_without_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -100,7 +100,7 @@ class LinearAttention(nn.Module):
 
         The state is per thread, because several threads may run one model at a time, each with its own cache.
         """
-        if self._breaks_graph():
+        if torch.compiler.is_dynamo_compiling() and self._breaks_graph():
             return _untraced(self.hand_over, state)
         if state is not None:
             self._handed[_thread(is_tracing())] = state
@@ -112,8 +112,6 @@ class LinearAttention(nn.Module):
 
         Half a layer would be worse: a state handed over while tracing is not found by a forward that is not traced.
         """
-        if not torch.compiler.is_dynamo_compiling():
-            return False
         return bool(self.hybrid.routed_blocks) or (self.shape.causal and self.hybrid.exact_keys > 0)
 
     def tokens_before(self, new: int) -> int:
@@ -133,7 +131,7 @@ class LinearAttention(nn.Module):
         Raises:
             ConfigError: if the mask differs from earlier ones at a token that the state cannot forget or take in.
         """
-        if self._breaks_graph():
+        if torch.compiler.is_dynamo_compiling() and self._breaks_graph():
             return _untraced(self.forward, q, k, v, key_padding_mask, scaling, known)
         if torch.is_autocast_enabled(q.device.type):
             # Sums and features are fp32 by design; autocast would lower their precision silently.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import chain, islice, repeat
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def fingerprint(
     Returns:
         The fingerprint; `check_same` compares two.
     """
-    values: dict[str, object] = json.loads(_as_json(dict(options or {})))
+    values = cast(dict[str, object], plain(dict(options or {})))
     if data is not None:
         values["data contents"] = data_digest(data)
     if model is not None:
@@ -141,16 +142,13 @@ def _without_trained_length(values: object) -> object:
 
 def plain(value: object) -> object:
     """Return a value as JSON restores it: tuples become lists, dataclasses mappings, other objects their text."""
-    return json.loads(_as_json(value))
 
-
-def _as_json(value: object) -> str:
     def other(item: object) -> object:
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             return dataclasses.asdict(item)
         return str(item)
 
-    return json.dumps(value, default=other)
+    return json.loads(json.dumps(value, default=other))
 
 
 def kernels_of(model: nn.Module) -> dict[str, object]:

@@ -202,10 +202,10 @@ def choose(model: PreTrainedModel, config: ConversionConfig, count: int) -> list
                 f"softmax-heads: layer {number} has kernel {kernel!r}, whose heads cannot stay softmax; choose "
                 "another kernel, or name heads of other layers"
             )
-    layers = []
+    layers, given, longest = [], config.given, config.max_length or current_length(model)
     for number, choice in enumerate(chosen):
         own = {"softmax_heads": tuple(sorted(heads[number]))} if number in heads else {}
-        layers.append(complete(model, choice, {**config.given, **own}, config.max_length))
+        layers.append(complete(choice, given | own, longest))
     return layers
 
 
@@ -255,7 +255,7 @@ def assign(count: int, config: ConversionConfig) -> list[Choice]:
     return chosen
 
 
-def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object], max_length: int | None) -> Choice:
+def complete(choice: Choice, more: Mapping[str, object], longest: int | None) -> Choice:
     """Complete a layer's arguments: with the additions of all layers, and the longest input if the kernel needs it.
 
     Raises:
@@ -270,9 +270,9 @@ def complete(model: PreTrainedModel, choice: Choice, more: Mapping[str, object],
         own = {name: value for name, value in arguments.items() if name not in HYBRID}
         kernel_config = make_config(info, own)
         arguments.setdefault("scale", default_scale(info, kernel_config, arguments.get("window")))
-        check_new(info, kernel_config, Hybrid.of(arguments), max_length or current_length(model))
+        check_new(info, kernel_config, Hybrid.of(arguments), longest)
     if info.maximum_positions and arguments.get("max_positions") is None:
-        arguments = arguments | {"max_positions": max_length or current_length(model)}
+        arguments = arguments | {"max_positions": longest}
     return kernel, arguments
 
 

@@ -28,7 +28,7 @@ from linearize.conversion.attentions import (
 from linearize.conversion.check import check, keep_parts, record, why_not_built
 from linearize.conversion.inputs import Call
 from linearize.conversion.layers import Choice, ConversionConfig, choose, complete
-from linearize.conversion.positions import PositionReport, extend_positions, tokens_of_image_size
+from linearize.conversion.positions import PositionReport, current_length, extend_positions, tokens_of_image_size
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
@@ -121,10 +121,10 @@ def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, 
     Raises:
         ConfigError: for an unknown kernel or argument, or a wrong value.
     """
-    changed = []
+    changed, longest = [], max_length or current_length(model)
     for layer in base.layers:
         if layer.index is not None and layer.index in chosen:
-            changed.append(_decide(layer.bare(), *complete(model, chosen[layer.index], {}, max_length)))
+            changed.append(_decide(layer.bare(), *complete(chosen[layer.index], {}, longest)))
     return base.with_layers(changed)
 
 

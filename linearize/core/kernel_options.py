@@ -55,8 +55,7 @@ class Additions:
     @property
     def given(self) -> Values:
         """The values that differ from the defaults, by name."""
-        values = {name: getattr(self, name) for name in ADDITIONS}
-        return {name: value for name, value in values.items() if value != getattr(Additions, name)}
+        return {name: value for name in ADDITIONS if (value := getattr(self, name)) != getattr(Additions, name)}
 
 
 ADDITIONS = tuple(field.name for field in fields(Additions))

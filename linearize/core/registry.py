@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import operator
 import pkgutil
 import sys
@@ -308,14 +309,14 @@ def _discover() -> None:
 
 
 LIMITS: dict[str, Callable[[Any, Any], object]] = {
-    "low": operator.ge,
-    "high": operator.le,
-    "above": operator.gt,
-    "below": operator.lt,
-    "multiple_of": lambda value, step: not value % step,
-    "choices": lambda value, choices: value in choices,
+    "low": operator.le,
+    "high": operator.ge,
+    "above": operator.lt,
+    "below": operator.gt,
+    "multiple_of": lambda step, value: not value % step,
+    "choices": operator.contains,
 }
-"""The limits of an option, in its metadata, and what tells whether a value keeps them; NaN keeps none."""
+"""The limits of an option, in its metadata, and what tells whether a value keeps them: (limit, value) -> bool."""
 
 
 def option(
@@ -414,10 +415,11 @@ def check(config: DataclassInstance, where: str) -> None:
         value = getattr(config, name)
         if value is None and optional:
             continue
-        # A float may be infinite, and a subclass or a whole number fits as well.
-        fitting = (type(value) in kinds and type(value) is not float) or any(map(fits, itertools.repeat(value), kinds))
+        # A subclass or a whole number may fit as well.
+        plain = type(value) in kinds and (type(value) is not float or math.isfinite(value))
+        fitting = plain or any(map(fits, itertools.repeat(value), kinds))
         for limit, keeps in LIMITS.items() if fitting else ():
-            fitting = fitting and (limit not in limits or bool(keeps(value, limits[limit])))
+            fitting = fitting and (limit not in limits or bool(keeps(limits[limit], value)))
         if not fitting:
             raise ConfigError(f"{where}, {name}: got {value!r}, expected {allowed(kinds, limits)}")
 

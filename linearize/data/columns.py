@@ -116,9 +116,9 @@ def find_column(kinds: dict[str, str], asked: str | None, kind: Modality, origin
 
 def find_pair(kinds: dict[str, str]) -> tuple[str, str] | None:
     """Return the two columns of a pair if they have usual names and no other column has a usual text name."""
+    texts = {name for name, kind in kinds.items() if kind == "text"}
     for pair in PAIRS:
-        others = [name for name in TEXT_NAMES if kinds.get(name) == "text" and name not in pair]
-        if not others and all(kinds.get(name) == "text" for name in pair):
+        if texts.issuperset(pair) and texts.intersection(TEXT_NAMES) <= set(pair):
             return pair
     return None
 

@@ -248,11 +248,15 @@ class Source:
         """Return the first held-out examples, unchanged; fewer if fewer are held out."""
         return self._held.fetch(range(min(most, self.num_holdout)))
 
-    def holdout_batches(self) -> list[dict[str, Tensor]]:
-        """Return all held-out examples as batches, the same on every process; the last one may be smaller."""
+    @functools.cached_property
+    def _held_batches(self) -> list[dict[str, Tensor]]:
         held, size = range(self.num_holdout), self._config.batch_size
         groups = [held[begin : begin + size] for begin in range(0, len(held), size)]
         return [self._encoder(self._held.fetch(group), slice(None)) for group in groups]
+
+    def holdout_batches(self) -> list[dict[str, Tensor]]:
+        """Return all held-out examples as batches, the same on every process; the last one may be smaller."""
+        return [{**batch} for batch in self._held_batches]
 
 
 LONGEST = 8

@@ -257,9 +257,9 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
         target = teacher.softmax_output(layer, q.float(), k.float(), v.float(), mask, scaling)
         add("error", (layer(q, k, v, mask, scaling).float() - target).square().sum(dim=-1) * valid)
         add("power", target.square().sum(dim=-1) * valid)
-        with undone([without_kernel(layer)]) as removed:
-            alone = layer(q, k, v, mask, scaling).float() if removed else None
-        if alone is not None:
+        if (restore := without_kernel(layer)) is not None:
+            with undone([restore]):
+                alone = layer(q, k, v, mask, scaling).float()
             add("window_error", (alone - target).square().sum(dim=-1) * valid)
         if layer.mixer.info.normalized:
             for batch, tokens in teacher.pieces(mask):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import itertools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -134,14 +133,6 @@ def refusal(name: object) -> str:
     )
 
 
-def share_tables(base: type[PreTrainedModel]) -> None:
-    """Enter our attention in the tables of some modeling files (SAM): attention classes by the implementation's name.
-
-    Ours get the classes of SDPA.
-    """
-    _enter_implementations({one.__module__ for one in base.__mro__})
-
-
 def enter_parts(config: PreTrainedConfig) -> None:
     """Enter our implementations in the tables of attention classes of the files that build a config's parts."""
     for key in getattr(config, "sub_configs", None) or {}:
@@ -149,16 +140,20 @@ def enter_parts(config: PreTrainedConfig) -> None:
         if isinstance(part, PreTrainedConfig):
             file = type(part).__module__.replace("configuration_", "modeling_")
             with contextlib.suppress(ImportError):
-                _enter_implementations({importlib.import_module(file).__name__})
+                share_tables({importlib.import_module(file).__name__})
             enter_parts(part)
 
 
-def _enter_implementations(files: set[str]) -> None:
-    contents = [vars(sys.modules[file]).values() for file in files & sys.modules.keys()]
-    for table in itertools.chain.from_iterable(contents):
-        if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
-            for kind in IMPLEMENTATIONS:
-                table.setdefault(kind, table.get("sdpa", table["eager"]))
+def share_tables(files: set[str]) -> None:
+    """Enter our attention in the tables of some modeling files (SAM): attention classes by the implementation's name.
+
+    Ours get the classes of SDPA.
+    """
+    for file in files & sys.modules.keys():
+        for table in vars(sys.modules[file]).values():
+            if isinstance(table, dict) and "eager" in table and all(isinstance(x, type) for x in table.values()):
+                for kind in IMPLEMENTATIONS:
+                    table.setdefault(kind, table.get("sdpa", table["eager"]))
 
 
 def forget_renamings(model: PreTrainedModel) -> None:

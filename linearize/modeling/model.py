@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -83,6 +84,7 @@ class LinearizedModel(_Original):
                 f"{original.__name__} is only a part of {whole}, from which this checkpoint was converted and whose "
                 f"attentions its plan names; load it with an Auto class of {whole}"
             )
+        share_tables({one.__module__ for one in type(self).__mro__})
         enter_parts(config)
         # A model may build its body, or all of itself, by an Auto class: the plan is then that of the model around.
         around = _BUILDING.set(config.linearize)
@@ -291,7 +293,6 @@ def model_class(base: type[PreTrainedModel], config: type) -> type[PreTrainedMod
     """Return the class of converted models of `base`, creating it once; it has the same name, by which many ask."""
     if base in _CLASSES:
         return _CLASSES[base]
-    share_tables(base)
     kept = [*(base._keep_in_fp32_modules_strict or ()), *LinearizedModel._keep_in_fp32_modules_strict]
     values = {"__module__": __name__, "__qualname__": f"{PREFIX}{base.__name__}"}
     values["__doc__"] = f"`{base.__name__}` with linear attention."
@@ -369,8 +370,7 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
     """
     root: nn.Module = model.base_model
     hosts, name = dict(root.named_modules()), type(model).__name__
-    plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.in_body))
-    absent = [layer.module for layer in plan.layers if layer.module not in hosts]
+    absent = [layer.module for layer in plan.layers if layer.in_body and layer.module not in hosts]
     missing = (
         next(x for x in itertools.accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent
     )
@@ -381,6 +381,7 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
             "num_hidden_layers, or an edit, left layers out; load the whole checkpoint (to take layers out, do so in "
             "the loaded model and save it)"
         )
+    # The names of attentions outside of the body are not those of hosts.
     plan = dataclasses.replace(plan, layers=tuple(layer for layer in plan.layers if layer.module in hosts))
     planned, ends = {hosts[layer.module] for layer in plan.layers}, {one.rpartition(".")[2] for one in absent}
     moved = [key for key, one in model.named_modules() if key.rpartition(".")[2] in ends and one not in planned]
@@ -432,7 +433,7 @@ def change_class(model: PreTrainedModel, config: type[PreTrainedConfig], inner: 
 def _attach_kernel(host: nn.Module, layer: LayerPlan, plan: Plan) -> None:
     """Put the kernel of one layer into its host."""
     attention = LinearAttention(*layer.mixer)
-    if not any(t.is_meta for t in [*attention.parameters(), *attention.buffers()]):
+    if not any(map(attrgetter("is_meta"), [*attention.parameters(), *attention.buffers()])):
         attention.reset_parameters(plan.seed + (layer.index or 0))
         reference = next(host.parameters(), None)
         if reference is not None and not reference.is_meta:

@@ -119,7 +119,7 @@ def objection(path: Path) -> str:
         return "the system does not say who owns a file"
     try:
         above = dict.fromkeys([*path.absolute().parents, *path.resolve(strict=True).parents])
-        reasons = [_objection(path, above=False), *(_objection(folder, above=True) for folder in above)]
+        reasons = [_objection(path, above=False), *[_objection(folder, above=True) for folder in above]]
     except (OSError, RuntimeError) as error:
         return f"{path} cannot be read ({error})"
     return next(filter(None, reasons), "")
