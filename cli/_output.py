@@ -46,13 +46,11 @@ class Screen(Console):
         super().__init__(**options)
         self.spoke = time.monotonic()
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> list[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, without control characters in the text; rich adds its own styles later."""
         plain = super().render(renderable, options)
-        return [
-            x if x.control or x.text == "\n" or x.text.isprintable() else Segment(printable(x.text), x.style)
-            for x in plain
-        ]
+        # All other renderables have their texts rendered here too.
+        return [Segment(printable(x.text), *x[1:]) for x in plain] if isinstance(renderable, str | Text) else plain
 
     def print(self, *objects: object, **options: Any) -> None:
         """Print as rich does, but do not treat text in brackets as markup."""
@@ -105,8 +103,8 @@ class WholeWords:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield the table or the list, depending on the available width."""
         columns = [*zip(self.columns, *self.rows, strict=True)]
-        least = [_longest(" ".join(texts).split()) for texts in columns]
-        widths = [_longest("\n".join(texts).splitlines()) for texts in columns]
+        least = [max(map(cell_len, " ".join(texts).split()), default=0) for texts in columns]
+        widths = [max(map(cell_len, "\n".join(texts).splitlines()), default=0) for texts in columns]
         room = options.max_width - self.BORDER * len(columns) - 1
         if sum(least) > room:
             # The first cell of each row as a heading, then the other cells as name and value.
@@ -127,10 +125,6 @@ class WholeWords:
         yield table
 
 
-def _longest(texts: Iterable[str]) -> int:
-    return max(map(cell_len, texts), default=0)
-
-
 def table(title: str, columns: list[str], rows: Sequence[Sequence[object]], *, right: tuple[int, ...] = ()) -> Group:
     """Build a table; cells are plain text, never markup, and words are not broken."""
     # The title of a rich table would wrap at the table's width.
@@ -148,7 +142,7 @@ def plan_table(plan: Plan) -> Group:
         numbers = "-".join(dict.fromkeys([*known[:1], *known[-1:]]))
         # The names differ only in numbers: `layer.0-5.self`.
         parts = zip(*(re.split(r"(\d+)", layer.module) for layer in group), strict=True)
-        module = "".join(part[0] if len(set(part)) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+        module = "".join(["-".join(dict.fromkeys((part[0], part[-1]))) for part in parts])
         rows.append([numbers, module, *facts])
     title = f"{plan.architecture}: {len(plan.converted)} of {len(plan.layers)} attentions become linear"
     columns = ["layer", "module", "becomes", "heads/kv x size", "sees", "why it stays"]

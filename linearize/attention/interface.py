@@ -300,7 +300,7 @@ def mask_function(
     """
     causal = mask_function is causal_mask_function
     plain = causal or mask_function is bidirectional_mask_function
-    segments = None if is_tracing() else SEGMENTS.get()
+    segments = None if (tracing := is_tracing()) else SEGMENTS.get()
     if segments is not None and segments.shape != (batch_size, q_length):
         # The segments belong to another part of the model, such as its images.
         segments = None
@@ -313,13 +313,13 @@ def mask_function(
         # A mask may also cover tokens that are read later; without a cache, `kv_length` counts these too.
         before, covered = kwargs.get("q_offset"), kwargs.get("kv_offset", 0) + kv_length
         attention_mask = attention_mask[:, : before + q_length if causal and isinstance(before, int) else covered]
-        if is_tracing():
+        if tracing:
             return attention_mask[:, None, None].bool()
         # One wait for the device, for all layers.
         copy = attention_mask.cpu()
         return None if bool(copy.all()) else keep_on_cpu(attention_mask[:, None, None].bool(), copy)
     local = kwargs.get("local_size") is not None
-    if local and is_tracing() and without_window(mask_function, packed=True) is mask_function:
+    if local and tracing and without_window(mask_function, packed=True) is mask_function:
         # A traced layer that ignores its window takes all that the mask hides for the window.
         raise UnsupportedModelError(
             "got a sliding window with other changes of the mask (such as images read in both directions), expected a "

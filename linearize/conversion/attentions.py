@@ -221,7 +221,8 @@ class _Recorder:
             known = known or [one for one in self.masks if _same_mask(mask, one[2])]
             # Otherwise the host made it itself.
             kind, window, _ = known[0] if known else (_kind_by_values(mask) or "bias", None, None)
-        mods = [name for name in UNSUPPORTED_SCORE_MODS if kwargs.get(name) is not None]
+        # Without score modifications, as only shapes matter from here.
+        altered = [what for name, what in UNSUPPORTED_SCORE_MODS.items() if kwargs.pop(name, None) is not None]
         declared = None if kwargs.get("is_causal") is None else bool(kwargs["is_causal"])
         causal = bool(declared or getattr(module, "is_causal", False))
         if mask is None and module in self.eager:
@@ -232,19 +233,16 @@ class _Recorder:
         if kind == "local" and mask is not None:
             causal = not bool(_seen(mask).triu(1).any())
         q, k, v = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-        altered = ", ".join(map(UNSUPPORTED_SCORE_MODS.__getitem__, mods))
-        call = Call(module, q, k, v, mask=kind, altered=altered, is_causal=causal, declared=declared, window=window)
+        call = Call(module, q, k, v, kind, ", ".join(altered), is_causal=causal, declared=declared, window=window)
         call.keys = key.data_ptr()
         if kind == "own" and mask is not None and mask.ndim == 4:
             directions = {True: CAUSALLY, False: BOTH_WAYS}
             call.here = next((words for way, words in directions.items() if key_padding(mask, way) is not None), "")
         self.calls.append(call)
         self.keys.append(key)
-        # Score modifications are left out: only shapes matter from here.
-        kept = {name: value for name, value in kwargs.items() if name not in UNSUPPORTED_SCORE_MODS}
         if mask is not None and mask.shape[-1] != key.shape[2]:
             mask = None
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kept)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
 
 def _seen(mask: Tensor) -> Tensor:
@@ -330,8 +328,9 @@ def _sharing(calls: list[Call]) -> set[nn.Module]:
     owners = {call.keys: call.module for call in reversed(calls) if call.keys}
     readers = {call.module for call in calls if owners.get(call.keys, call.module) is not call.module}
     read = {owners[call.keys] for call in calls if call.module in readers}
-    stated = ("is_kv_shared_layer", "store_full_length_kv")
-    return readers | read | {call.module for call in calls if any(getattr(call.module, x, False) for x in stated)}
+    modules = {call.module for call in calls}
+    stated = {x for x in modules if getattr(x, "is_kv_shared_layer", 0) or getattr(x, "store_full_length_kv", 0)}
+    return readers | read | stated
 
 
 def plan_names(model: PreTrainedModel) -> dict[nn.Module, str]:

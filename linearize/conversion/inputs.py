@@ -186,7 +186,10 @@ def read_inputs(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _setting(config: object, *names: str) -> Any:
     """Return the first of the named config values that is neither None nor zero; else None."""
-    return next(filter(None, (getattr(config, name, None) for name in names)), None)
+    for name in names:
+        if value := getattr(config, name, None):
+            return value
+    return None
 
 
 def _companions(model: PreTrainedModel, names: set[str], made: Inputs) -> Inputs:

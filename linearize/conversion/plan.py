@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,7 +32,7 @@ from linearize.conversion.layers import Choice, ConversionConfig, choose, comple
 from linearize.conversion.positions import PositionReport, current_length, extend_positions, tokens_of_image_size
 from linearize.conversion.timm import is_timm, wrap
 from linearize.core.errors import ConfigError, UnsupportedModelError
-from linearize.core.registry import HYBRID, Hybrid, kernel_info, make_config
+from linearize.core.registry import HYBRID, Hybrid, Values, kernel_info, make_config
 from linearize.core.signatures import known_names, with_options
 from linearize.modeling.compat import forget_renamings, use_linear_attention
 from linearize.modeling.config import base_config_class, config_class
@@ -93,8 +94,7 @@ def plan_and_trial(model: PreTrainedModel, config: ConversionConfig) -> tuple[Pl
     chosen = choose(model, config, len(convertible))
     numbered = [dataclasses.replace(layer, index=index) for index, layer in enumerate(convertible)]
     found = Plan(type(model).__name__, model.config.model_type, (*layers, *unreached), config.seed)
-    decided = [_decide(layer, *choice) for layer, choice in zip(numbered, chosen, strict=True)]
-    return found.with_layers(decided), (runs, calls)
+    return found.with_layers(_decided(zip(numbered, chosen, strict=True))), (runs, calls)
 
 
 def _name_optional(model: PreTrainedModel, layers: list[LayerPlan], calls: list[Call]) -> None:
@@ -121,24 +121,29 @@ def replan(model: PreTrainedModel, base: Plan, chosen: Mapping[int, Choice], *, 
     Raises:
         ConfigError: for an unknown kernel or argument, or a wrong value.
     """
-    changed, longest = [], max_length or current_length(model)
-    for layer in base.layers:
-        if layer.index is not None and layer.index in chosen:
-            changed.append(_decide(layer.bare(), *complete(chosen[layer.index], {}, longest)))
-    return base.with_layers(changed)
+    longest = max_length or current_length(model)
+    choices = [
+        (layer.bare(), complete(chosen[layer.index], {}, longest))
+        for layer in base.layers
+        if layer.index is not None and layer.index in chosen
+    ]
+    return base.with_layers(_decided(choices))
 
 
-def _decide(layer: LayerPlan, kernel: str, arguments: Mapping[str, object]) -> LayerPlan:
-    if kernel == SOFTMAX:
-        return dataclasses.replace(layer, reason="kept on request")
-    own = {name: value for name, value in arguments.items() if name not in HYBRID}
-    hybrid = Hybrid.of(arguments)
-    # Building it checks name, arguments, direction and sizes before the model is touched.
-    mixer = build_mixer(kernel, own, layer.shape, hybrid)
-    values, legacy = dataclasses.asdict(mixer.config), mixer.info.legacy_defaults
-    fields = dataclasses.fields(mixer.config)
-    changed = {f.name: values[f.name] for f in fields if values[f.name] != f.default or f.name in legacy}
-    return dataclasses.replace(layer, kernel=kernel, arguments=changed, hybrid=hybrid)
+def _decided(choices: Iterable[tuple[LayerPlan, Choice]]) -> Iterator[LayerPlan]:
+    """Yield the layers with their kernels; neighbours with equal shapes and choices are checked once."""
+    for (shape, (kernel, arguments)), layers in itertools.groupby(choices, lambda pair: (pair[0].shape, pair[1])):
+        decided: Values = {"reason": "kept on request"}
+        if kernel != SOFTMAX:
+            own, hybrid = {x: value for x, value in arguments.items() if x not in HYBRID}, Hybrid.of(arguments)
+            # Building it checks name, arguments, direction and sizes before the model is touched.
+            mixer = build_mixer(kernel, own, shape, hybrid)
+            values, legacy = dataclasses.asdict(mixer.config), mixer.info.legacy_defaults
+            fields = dataclasses.fields(mixer.config)
+            own = {f.name: values[f.name] for f in fields if values[f.name] != f.default or f.name in legacy}
+            decided = {"kernel": kernel, "arguments": own, "hybrid": hybrid}
+        for layer, _ in layers:
+            yield dataclasses.replace(layer, **decided)
 
 
 def expectations(plan: Plan) -> list[str]:

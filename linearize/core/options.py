@@ -207,12 +207,12 @@ def recorded(job: object) -> Values:
     record = {}
     for name, value in effective(job).items():
         if name not in OF_THE_PLACE and value not in (None, [], {}):
-            record[name] = value
-            if isinstance(value, str | list):
+            record[name] = name_of(value) if isinstance(value, str) else value
+            if isinstance(value, list):
                 plain = without_folder(value)
-                pairs = isinstance(plain, list) and all(isinstance(part, tuple) for part in plain)
                 # Files of the same name in different folders stay pairs.
-                record[name] = dict(plain) if pairs and len(dict(plain)) == len(plain) else plain
+                pairs = all(isinstance(part, tuple) for part in plain) and len(dict(plain)) == len(plain)
+                record[name] = dict(plain) if pairs else plain
     return record
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -127,10 +127,9 @@ class TextRecords(TableRecords):
         return good, total
 
     def fetch(self, rows: Sequence[int]) -> list[Example]:
-        columns = self.table[list(rows)]
-        none = [None] * len(rows)
-        labels = named_labels(columns.get("label", none), self.names)
-        return [Example(*row) for row in zip(columns["text"], columns.get("pair", none), labels, strict=True)]
+        columns, none = self.table[list(rows)], [None] * len(rows)
+        labels = named_labels(columns["label"], self.names) if "label" in columns else none
+        return [*starmap(Example, zip(columns["text"], columns.get("pair", none), labels, strict=True))]
 
     def digests(self, rows: Sequence[int]) -> Iterable[bytes]:
         digests = []

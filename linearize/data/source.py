@@ -68,7 +68,7 @@ def split_off(
         DataError: If nothing is left to train on.
     """
     orders = [np.random.default_rng([seed, HOLDOUT, k]).permutation(len(p.sizes)) for k, p in enumerate(parts)]
-    total = sum(len(order) for order in orders)
+    total = sum(map(len, orders))
     if total < (least := holdout + len(orders)):
         raise DataError(
             f"got {total} usable examples and a holdout of {holdout}, expected at least {least} examples; "
@@ -81,7 +81,7 @@ def split_off(
     known = {key for part, rows in zip(parts, held, strict=True) for key in part.digests(rows.tolist())}
     sizes = np.unique(np.concatenate([part.sizes[rows] for part, rows in zip(parts, held, strict=True)]))
     train = [without_doubles(part, rows, known, sizes) for part, rows in zip(parts, rest, strict=True)]
-    duplicates = sum(len(rows) for rows in rest) - sum(len(rows) for rows in train)
+    duplicates = sum(map(len, rest)) - sum(map(len, train))
     for number, rows in enumerate(train):
         if not len(rows):
             which = f"part {number + 1} of the mixture" if len(train) > 1 else "the data"

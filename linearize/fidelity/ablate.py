@@ -90,7 +90,7 @@ def undone(changes: Iterable[Callable[[], None] | None]) -> Iterator[bool]:
 
 
 def _has_kernel_and_window(layer: LinearAttention) -> bool:
-    return layer.hybrid.window is not None and not layer.mixer.info.needs_window
+    return layer.mixer.hybrid.window is not None and not layer.mixer.info.needs_window
 
 
 def without_kernel(layer: LinearAttention) -> Callable[[], None] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.attention.feature_map import FeatureMapMixer
 from linearize.attention.interface import linear_attentions
 from linearize.attention.layer import LinearAttention
 from linearize.attention.native import chooser
@@ -263,7 +264,7 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
             add("window_error", (alone - target).square().sum(dim=-1) * valid)
         if layer.mixer.info.normalized:
             for batch, tokens in teacher.pieces(mask):
-                queries, keys = teacher.take(q, batch, tokens), teacher.take(k, batch, tokens)
+                queries, keys = (q, k) if batch is None else [teacher.take(x, batch, tokens) for x in (q, k)]
                 _add_weights(sums[name], layer, queries, keys, scaling)
         # For a causal layer with padding, the host would build a T x T mask; so it gets this output instead.
         return target.to(v.dtype) if layer.shape.causal else None
@@ -276,8 +277,8 @@ def measure_layers(model: PreTrainedModel, batches: Iterable[Batch]) -> Fidelity
 
 def _add_weights(sums: _Sums, layer: LinearAttention, q: Tensor, k: Tensor, scaling: float) -> None:
     """Add the figures that compare normalised weights, block by block; there is no padding."""
-    window = layer.map_mixer.form(scaling) if teacher.has_rows(layer) else None
-    kept, key_heads = sorted(taken_heads(layer.hybrid)), k.shape[1]
+    window = layer.mixer.form(scaling) if isinstance(layer.mixer, FeatureMapMixer) else None
+    kept, key_heads = sorted(taken_heads(layer.mixer.hybrid)), k.shape[1]
     queries, weights = group_queries(q, key_heads), _weight_rows(layer, q, k, scaling, window)
     # In `far_mass`, exact keys and routed blocks count as far.
     near = None if window is None else NearKeys(replace(window, exact_keys=0, blocks=0), k[..., 0])
@@ -301,10 +302,10 @@ def _weight_rows(
     layer: LinearAttention, q: Tensor, k: Tensor, scaling: float, window: Window | None
 ) -> Callable[[teacher.Rows, Tensor], Tensor]:
     """Return a function that maps a block of rows and its scores to signed normalised weights [B, K, G, C, seen]."""
-    if not teacher.has_rows(layer) or (window is not None and not layer.mixer.positive):
-        whole = group_queries(layer.mixer.weights(q, k, scaling=scaling), k.shape[1])
+    mixer = layer.mixer
+    if not isinstance(mixer, FeatureMapMixer) or (window is not None and not mixer.positive):
+        whole = group_queries(mixer.weights(q, k, scaling=scaling), k.shape[1])
         return lambda rows, scores: whole[:, :, :, rows.part, : rows.seen].clone()
-    mixer = layer.map_mixer
     queries, keys = mixer.mapped(q, k, scaling=scaling)
     if window is not None:
         return _hybrid_rows(Mapped(q, *queries), Mapped(k, *keys), window)

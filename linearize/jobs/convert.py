@@ -363,9 +363,10 @@ def make_plan(
     )
     decided, trial = plan_and_trial(loaded.model, config)
     check_preset(job.preset, job.model, [layer.shape.causal for layer in decided.layers if layer.index is not None])
-    heads = sum(layer.shape.heads for layer in decided.converted)
-    if job.chooses_heads and job.softmax_heads(heads) > heads:
-        raise too_many_heads(job.softmax_heads(heads), heads)
+    if job.chooses_heads:
+        heads = sum(layer.shape.heads for layer in decided.converted)
+        if (count := job.softmax_heads(heads)) > heads:
+            raise too_many_heads(count, heads)
     # A search may move the model to another device.
     return loaded, decided, (config, None if job.kernel == AUTO else trial)
 

@@ -84,7 +84,7 @@ def use_implementations(model: PreTrainedModel, plan: Plan, name: str) -> None:
             set_implementation(part.config, EAGER)
     converted = [_part_of(root, layer.module, parts) for layer in plan.converted]
     choosing = [x.module for x in plan.layers if x.in_body and chooses_keys(root.get_submodule(x.module))]
-    own = [x.module for x in plan.layers if x.in_body and OWN in x.host]
+    own = [x.module for x in plan.layers if OWN in x.host and x.in_body]
     if mixed := next((x for x in choosing if _part_of(root, x, parts) in converted), None):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention {mixed!r} chooses its keys, which works only under the original's "
@@ -120,8 +120,8 @@ def check_implementation(host: nn.Module) -> None:
     Raises:
         ConfigError: if it was.
     """
-    config = getattr(host, "config", None)
-    if isinstance(config, PreTrainedConfig) and (name := implementation_of(config)) not in (None, *IMPLEMENTATIONS):
+    name = getattr(getattr(host, "config", None), "_attn_implementation_internal", None)
+    if name not in (None, *IMPLEMENTATIONS):
         raise ConfigError(refusal(name))
 
 

@@ -333,14 +333,16 @@ def attach(model: PreTrainedModel, plan: Plan) -> None:
         host = root.get_submodule(layer.module)
         if why := contradiction(host, layer):
             raise damaged(f"attention {layer.module!r} has a different size or direction: {why}")
-        if layer.converted and not hasattr(host, "linear_attention"):
-            _attach_kernel(host, layer, plan)
+        if layer.converted:
+            if not hasattr(host, "linear_attention"):
+                _attach_kernel(host, layer, plan)
+            continue
         told = not {MASKED, CALLED}.isdisjoint(layer.host) and OWN not in layer.host and layer.shape != UNKNOWN
-        if not layer.converted and (told or not hasattr(host, "is_causal")):
+        if told or not hasattr(host, "is_causal"):
             # Softmax in a layer that is not converted uses this flag; eager softmax used only the mask.
             vars(host)["is_causal"] = layer.shape.causal
     use_implementations(model, plan, implementation(model.config))
-    causal = any(layer.shape.causal for layer in plan.converted)
+    causal = True in {layer.shape.causal for layer in plan.converted}
     if plan.base_model_type not in REDIRECTED:
         root.register_forward_pre_hook(functools.partial(find_documents, causal=causal), with_kwargs=True)
         root.register_forward_hook(forget_documents, always_call=True)
@@ -370,7 +372,7 @@ def _plan_of_class(model: PreTrainedModel, plan: Plan) -> Plan:
     """
     root: nn.Module = model.base_model
     hosts, name = dict(root.named_modules()), type(model).__name__
-    absent = [layer.module for layer in plan.layers if layer.in_body and layer.module not in hosts]
+    absent = [layer.module for layer in plan.layers if layer.module not in hosts and layer.in_body]
     missing = (
         next(x for x in itertools.accumulate(one.split("."), "{}.{}".format) if x not in hosts) for one in absent
     )

@@ -220,7 +220,7 @@ def open_library(path: Path) -> tuple[ctypes.CDLL, bool]:
     library = ctypes.CDLL(str(path))
     kinds = {"back": Back, "window": WindowBuffers, "window_back": WindowBack, "routed": Routed, "choice": Choice}
     sizes = {"call": CALL_SIZE} | {name: ctypes.sizeof(kind) for name, kind in kinds.items()}
-    same = all(getattr(library, f"linearize_{name}_size")() == size for name, size in sizes.items())
+    same = {name: getattr(library, f"linearize_{name}_size")() for name in sizes} == sizes
     library.linearize_names.restype = ctypes.c_char_p
     if not same or library.linearize_names().decode() != NAMES:
         raise OSError(f"{path} was built from other code")
