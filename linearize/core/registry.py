@@ -308,7 +308,7 @@ def _discover() -> None:
                 ) from error
 
 
-LIMITS: dict[str, Callable[[Any, Any], object]] = {
+LIMITS: dict[str, Callable[..., object]] = {
     "low": operator.le,
     "high": operator.ge,
     "above": operator.lt,

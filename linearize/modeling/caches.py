@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from linearize.attention.cache import CACHE_NAMES, LinearizeCache, cache_argument, cache_name, given_cache, state_layer
 from linearize.attention.interface import linear_attentions
+from linearize.attention.layer import LinearAttention
 from linearize.core.errors import ConfigError, UnsupportedModelError
 from linearize.core.registry import Values
 from linearize.modeling.compat import check_implementation
@@ -117,7 +118,7 @@ def hand_over_cache(host: nn.Module, args: tuple[object, ...], kwargs: Values) -
     if cache is None:
         # Some hosts use another name (GPT-NeoX, StarCoder, CTRL: layer_past).
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, Cache)), None)
-    attention: Any = host.linear_attention
+    attention = cast(LinearAttention, host.linear_attention)
     attention.hand_over(state_layer(cache, attention.cache_index))
 
 
@@ -126,7 +127,7 @@ def _check_direction(host: nn.Module, kwargs: Values) -> None:
 
     transformers then makes masks of the other direction, which linear attention only reads as padding.
     """
-    attention: Any = host.linear_attention
+    attention = cast(LinearAttention, host.linear_attention)
     asked, causal = kwargs.get("is_causal"), attention.shape.causal
     asked = getattr(getattr(host, "config", None), "is_causal", None) if asked is None else asked
     # The attention function checks hosts that pass their direction with every call.
@@ -138,7 +139,7 @@ def _check_direction(host: nn.Module, kwargs: Values) -> None:
         )
 
 
-def mask_while_tracing(root: object, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
+def mask_while_tracing(root: object, args: tuple[Tensor, ...], kwargs: Values) -> Arguments | None:
     """While tracing, pass a mask without padding, so that transformers does not prepare for packed sequences.
 
     transformers looks for packed sequences in position_ids; while tracing it cannot read them and assumes packing.
@@ -166,7 +167,7 @@ def _is_own_cache(kind: type) -> bool:
     return issubclass(kind, DynamicCache) and kind.__module__.startswith("transformers.models.")
 
 
-def _default_cache(root: PreTrainedModel, args: tuple[Any, ...], kwargs: Values) -> Arguments | None:
+def _default_cache(root: PreTrainedModel, args: tuple[object, ...], kwargs: Values) -> Arguments | None:
     """Return a forward's arguments with a cache of constant size, if it would create its own cache of all keys.
 
     If attention weights are requested, they need all keys in later steps: return None if the host's own cache has them.

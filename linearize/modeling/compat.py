@@ -163,7 +163,7 @@ def forget_renamings(model: PreTrainedModel) -> None:
 
 def record_outputs(model: PreTrainedModel) -> None:
     """Register a model's new class with transformers' output recorder, which looks models up by class."""
-    registry: dict[Any, Any] = _CAN_RECORD_REGISTRY
+    registry: dict[object, object] = _CAN_RECORD_REGISTRY
     # The keys are class names; newer releases derive the name from the model that is passed as the key.
     registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
 

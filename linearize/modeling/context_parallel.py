@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ from linearize.modeling.plan import Plan
 from linearize.ops import gather_keys
 from linearize.ops.state import Context, LinearOptions, State, empty_state, real_tokens
 
-dist: Any = _dist
+dist: ModuleType = _dist
 """Its functions are missing where torch was built without them."""
 HANDLED = SCALED | {"window", "sinks"}
 """The parts of a layer that are computed over several processes."""

@@ -7,7 +7,6 @@ config.json points to one more small module, `modeling_linearize.py`.
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from collections.abc import Iterable
@@ -152,5 +151,4 @@ def _closure(roots: Iterable[str]) -> list[str]:
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
     """Return the package modules that a module imports, including inside functions; cached, as every save asks."""
-    nodes = (node for node in ast.walk(ast.parse(source_of(module))) if isinstance(node, ast.ImportFrom))
-    return tuple(node.module for node in nodes if node.module and node.module.split(".")[0] == "linearize")
+    return tuple(name for _, name, _ in _IMPORT.findall(source_of(module)))

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +31,8 @@ from linearize.modeling.model import is_linearized
 from linearize.training.config import RunConfig
 from linearize.training.processes import Interrupts
 from linearize.training.states import RunState, StateFolder, of_size
+
+Number = TypeVar("Number", int, float, list[float], list[int])
 
 
 class Batches(Protocol):
@@ -79,7 +81,7 @@ class PartTrainer(ABC):
         """Add up values over the processes, which together compute one step."""
         return values if self.accelerator.num_processes == 1 else self.accelerator.reduce(values, "sum")
 
-    def reduce_numbers(self, numbers: list[Any]) -> list[Any]:
+    def reduce_numbers(self, numbers: list[Number]) -> list[Number]:
         """Add up plain numbers, or lists of them, over the processes."""
         values = torch.tensor(numbers, dtype=torch.float64)
         if self.accelerator.num_processes > 1:

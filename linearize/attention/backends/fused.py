@@ -159,7 +159,7 @@ class Launcher:
         self.precision = precision_of(call.v.dtype)
         self.tuning = TIGHT if max(self.numbers) > USUAL or self.precision == EXACT else TUNING
 
-    def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[Any], **options: bool | int) -> None:
+    def launch(self, name: str, tuning: str, heads: int, arguments: Sequence[object], **options: bool | int) -> None:
         """Run a kernel for every segment of all heads."""
         tuned = self.tuning[tuning]
         warps = tuned.warps if max(self.padded.values()) > FEW else 4

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def precision_of(values: torch.dtype) -> str:
 
 
 @functools.lru_cache
-def kernels(name: str = "fused_kernels") -> Any:
+def kernels(name: str = "fused_kernels") -> ModuleType | None:
     """Return a module of kernels; None if it or Triton is missing."""
     # Import by name: Triton must not be imported with linearize, and the code in a checkpoint lacks these modules.
     try:

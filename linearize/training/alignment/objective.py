@@ -418,7 +418,7 @@ def summed(
 
 
 def shares(
-    batches: Sequence[Mapping[str, Tensor]], over_processes: Callable[[list[Any]], list[Any]] = list
+    batches: Sequence[Mapping[str, Tensor]], over_processes: Callable[[list[int]], list[int]] = list
 ) -> list[Share]:
     """Return the shares of batches (such as `input_ids` and `attention_mask` [B, T]) of all tokens and rows.
 

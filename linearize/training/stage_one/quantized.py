@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +71,7 @@ def quantized_copy(model: PreTrainedModel, how: str, device: torch.device) -> Pr
         UnsupportedModelError: if no linear map can be quantised.
         ConfigError, MissingPackageError: as in `_bitsandbytes`.
     """
-    library: Any = _bitsandbytes()
+    library = _bitsandbytes()
     copied = empty_copy(model, device)
     body = body_of(copied)
     own = model.state_dict(keep_vars=True)
@@ -101,7 +100,7 @@ def quantized_copy(model: PreTrainedModel, how: str, device: torch.device) -> Pr
 
 
 def _quantized(
-    library: Any, how: str, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device
+    library: ModuleType, how: str, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device
 ) -> nn.Module:
     """Return a quantised linear map with a weight [out, in] and a bias [out]."""
     rows, columns = weight.shape
