@@ -127,7 +127,8 @@ def _options_of(config: type) -> Mapping[str, Option]:
                 # One more field that the option sets.
                 options[name] = dataclasses.replace(options[name], places=(*options[name].places, place))
                 continue
-            hint, default, metadata = field_types(section.config)[field.name], field.default, field.metadata
+            hint, default = field_types(section.config)[field.name], field.default
+            metadata: ReadOnlyValues = field.metadata
             if field.name in section.shown:
                 metadata = {**metadata, "shown": section.shown[field.name]}
             needed, shown = default is MISSING and field.default_factory is MISSING, metadata.get("shown")
