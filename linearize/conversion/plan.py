@@ -249,7 +249,29 @@ def convert_model(
     report = None if longest is None else extend_positions(model, longest, method=config.positions)
     if trial is None or report is not None:
         trial = _check_plan(model, plan, config.example_inputs)
-    _put_in(model, plan, trial, padded=config.example_inputs is None)
+    (runs, calls), same = trial, None
+    if plan.local_as_full:
+        # Up to this length, local layers converted as full attention compute the same as before.
+        same = min((call.window for call in calls if call.window is not None), default=None)
+    recorded = record(runs, same, padded=config.example_inputs is None)
+    if any(output is not None and output.is_meta for _, _, outputs in recorded for output in outputs):
+        raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
+    kind, own, original = type(model), model.config, copy.deepcopy(model.config)
+    linearized = config_class(base_config_class(plan.base_model_type))
+    # Submodules hold the same config object, so it changes its class in place.
+    own.__class__ = linearized
+    own.linearize = {"format_version": 1, **plan.to_dict()}
+    use_linear_attention(own)
+    attach(model, plan)
+    change_class(model, linearized)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
+    forget_renamings(model)
+    if (why := why_not_built(type(model), own)) and not why_not_built(kind, original):
+        raise UnsupportedModelError(
+            f"{plan.architecture} can no longer be built with an attention implementation of another name ({why}), "
+            "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
+        )
+    check(model, recorded)
     return report
 
 
@@ -294,36 +316,8 @@ def apply(model: PreTrainedModel, plan: Plan, example_inputs: Mapping[str, Tenso
             kernels, computes something else.
     """
     trial = _check_plan(model, plan, example_inputs)
-    _own_config(model)
-    _put_in(model, plan, trial, padded=example_inputs is None)
+    convert_model(model, plan, ConversionConfig(example_inputs=example_inputs), trial)
     return model
-
-
-def _put_in(model: PreTrainedModel, plan: Plan, trial: Trial, *, padded: bool) -> None:
-    """Carry out a plan for this model; `padded` tells whether the inputs of the trial runs may be padded."""
-    (runs, calls), longest = trial, None
-    if plan.local_as_full:
-        # Up to this length, local layers converted as full attention compute the same as before.
-        longest = min((call.window for call in calls if call.window is not None), default=None)
-    recorded = record(runs, longest, padded=padded)
-    if any(output is not None and output.is_meta for _, _, outputs in recorded for output in outputs):
-        raise UnsupportedModelError(f"{type(model).__name__} is on the meta device, without weights; load them first")
-    kind, config, original = type(model), model.config, copy.deepcopy(model.config)
-    linearized = config_class(base_config_class(plan.base_model_type))
-    # Submodules hold the same config object, so it changes its class in place.
-    config.__class__ = linearized
-    config.linearize = {"format_version": 1, **plan.to_dict()}
-    use_linear_attention(config)
-    attach(model, plan)
-    change_class(model, linearized)
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), "linear_attention"}
-    forget_renamings(model)
-    if (why := why_not_built(type(model), config)) and not why_not_built(kind, original):
-        raise UnsupportedModelError(
-            f"{plan.architecture} can no longer be built with an attention implementation of another name ({why}), "
-            "so a converted one could not be loaded; it is not converted: load it again, this object was changed"
-        )
-    check(model, recorded)
 
 
 def _check_plan(model: PreTrainedModel, plan: Plan, inputs: Mapping[str, Tensor] | None) -> Trial:

@@ -72,9 +72,10 @@ def window_attention(
         Output [B, H, T, V] in `v`'s dtype, and the state after the last token; None if not causal.
     """
     mask = real_tokens(v, key_padding_mask)
-    q, k, v = (without_padding(x, key_padding_mask) for x in (queries.x, keys.x, v))
+    padded = key_padding_mask is not None
+    q, k, v = [without_padding(x, key_padding_mask) if padded else x for x in (queries.x, keys.x, v)]
     side, run = queries._replace(x=q), Keys(k, v, mask)
-    order = real_first(mask) if key_padding_mask is not None and v.shape[2] > 1 else None
+    order = real_first(mask) if padded and v.shape[2] > 1 else None
     if order is not None:
         side, keys, run = side.taken(order), keys.taken(order), run.taken(order)
     state = None

@@ -343,7 +343,7 @@ def softmax_part(
     count = (tokens + block - 1) // block + int(isinstance(tokens, torch.SymInt))
     seen, rest = block + span - 1, count * block - tokens
     ends = before, count * block + span - 1 - before - keys.k.shape[2]
-    k, v = (F.pad(x, (0, 0, *ends)) for x in (keys.k, keys.v))
+    k, v = F.pad(keys.k, (0, 0, *ends)), F.pad(keys.v, (0, 0, *ends))
     queries = F.pad(q.float(), (0, 0, 0, rest)) * scaling
     queries = group_queries(queries, key_heads).unflatten(3, (count, block)).transpose(2, 3)
     shape = queries.shape[:5]

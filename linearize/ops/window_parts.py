@@ -229,7 +229,7 @@ Columns = tuple[Tensor, Tensor, Tensor]
 
 def join(parts: list[Part]) -> Tensor:
     """Add the parts with one shift, the true magnitude of the largest part: [B, H, T, V + 1]."""
-    mixed, shift = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    mixed, shift = map(torch.stack, zip(*parts, strict=True))
     size = mixed.detach().abs().amax(dim=-1)
     # An absent part is left out, and so is its gradient: its shift may be any number, so its gradient could overflow.
     absent = size <= TINY
