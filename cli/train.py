@@ -1,7 +1,4 @@
-"""Run the verbs that train: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and their dry runs.
-
-What only one of them needs is imported there.
-"""
+"""Run the verbs that train: `convert`, `distill`, `align`, `finetune`, `search`, `demo`; and their dry runs."""
 
 from __future__ import annotations
 

@@ -301,15 +301,16 @@ def check_kernel(job: ConvertJob) -> None:
         check_search(job)
     elif job.kernel is not None:
         make_config(kernel_info(job.kernel), job.kernel_args)
-    if job.chooses_windows:
-        from linearize.kernel_search.windows import HANDLED
+    if not job.chooses_windows:
+        return
+    from linearize.kernel_search.windows import HANDLED
 
-        check_values(job.additions.given, HANDLED, "window: auto")
-    if job.chooses_windows and under_fsdp():
+    check_values(job.additions.given, HANDLED, "window: auto")
+    if under_fsdp():
         raise ConfigError(
             f"window: got {job.window} under FSDP, expected one device or DDP; convert with --plan FILE.yaml"
         )
-    if job.chooses_windows and job.plan_out is not None:
+    if job.plan_out is not None:
         check_plan_target(job.plan_out, overwrite=job.overwrite or stages.resumes(job))
 
 

@@ -48,8 +48,7 @@ class Back(ctypes.Structure):
     """`back_t` of gradient.h."""
 
     _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
+        *product(("out", "grad"), [ctypes.c_void_p]),
         *product(("grad_stride", "dq_stride", "dk_stride", "dv_stride"), [_Strides]),
         *product(("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS, "kv", "log_scale"), [ctypes.c_void_p]),
         *product(map("q_".__add__, MAP_WEIGHTS), [ctypes.c_void_p]),
@@ -61,8 +60,7 @@ class WindowBuffers(ctypes.Structure):
 
     _fields_ = [
         *product(("size", "sinks", "exact_keys"), [ctypes.c_int64]),
-        *product(("ring_k", "ring_v", "ring_mask"), [ctypes.c_void_p]),
-        *product(("sink_k", "sink_v", "tokens"), [ctypes.c_void_p]),
+        *product(("ring_k", "ring_v", "ring_mask", "sink_k", "sink_v", "tokens"), [ctypes.c_void_p]),
         *product(("kept_k", "kept_v", "kept_scale", "kept_mask"), [ctypes.c_void_p]),
         ("scaling", ctypes.c_float),
         ("causal", ctypes.c_int32),
@@ -90,8 +88,7 @@ class Routed(ctypes.Structure):
 
     _fields_ = [
         *product(("batch", "heads", "key_heads", "tokens", "keys"), [ctypes.c_int64]),
-        *product(("size", "features", "value_size"), [ctypes.c_int64]),
-        *product(("block", "blocks", "slots", "window", "sinks"), [ctypes.c_int64]),
+        *product(("size", "features", "value_size", "block", "blocks", "slots", "window", "sinks"), [ctypes.c_int64]),
         *product(("q", "k", "v", "phi_q", "phi_k", "query_scale", "key_scale"), [ctypes.c_void_p]),
         *product(("chosen", "real", "out", "sums", "tops", "inexact", "grad", "slope"), [ctypes.c_void_p]),
         *product(("dq", "dk", "dv", "dphi_q", "dphi_k"), [ctypes.c_void_p]),
