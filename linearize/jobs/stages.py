@@ -30,14 +30,7 @@ from linearize.modeling.plan import Plan
 from linearize.modeling.portable import why_not
 from linearize.training.alignment.config import AlignConfig
 from linearize.training.alignment.loop import AlignResult, AlignStep, align
-from linearize.training.processes import (
-    check_launcher,
-    is_main,
-    machines_used,
-    several,
-    under_fsdp,
-    wait_for_all,
-)
+from linearize.training.processes import check_launcher, is_main, machines_used, several, under_fsdp, wait_for_all
 from linearize.training.run import fade_beyond, longest_row
 from linearize.training.sharding import check_settings, check_tied
 from linearize.training.stage_one.config import DistillConfig

@@ -22,13 +22,7 @@ from linearize.core.signatures import known_names
 from linearize.kernel_search.candidates import Candidates, Key, Layout, lay_out
 from linearize.kernel_search.config import SearchConfig
 from linearize.kernel_search.costs import Cost, Costs, costs_of_layers
-from linearize.kernel_search.result import (
-    SearchResult,
-    SearchStep,
-    layer_choices,
-    make_points,
-    named_choices,
-)
+from linearize.kernel_search.result import SearchResult, SearchStep, layer_choices, make_points, named_choices
 from linearize.kernel_search.table import Table
 from linearize.kernel_search.whole import WholeError, WholeModel
 from linearize.modeling.model import is_linearized

@@ -29,16 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linearize.ops.state import FLOOR, Context, group_queries, weigh, with_ones
-from linearize.ops.window_parts import (
-    Choose,
-    Mapped,
-    Part,
-    Unmapped,
-    Window,
-    WindowState,
-    are_chosen,
-    choose_blocks,
-)
+from linearize.ops.window_parts import Choose, Mapped, Part, Unmapped, Window, WindowState, are_chosen, choose_blocks
 
 NUMBERS = 1 << 20
 """Most numbers of keys, features and values that are gathered at once; also most weights in `unchosen_sum`."""

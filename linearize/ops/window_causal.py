@@ -20,16 +20,7 @@ from torch import Tensor
 
 from linearize.ops.causal import causal_sums
 from linearize.ops.routed import remembered, routed_parts
-from linearize.ops.state import (
-    FLOOR,
-    Options,
-    State,
-    empty_state,
-    group_queries,
-    weigh,
-    with_ones,
-    without_padding,
-)
+from linearize.ops.state import FLOOR, Options, State, empty_state, group_queries, weigh, with_ones, without_padding
 from linearize.ops.window_parts import (
     Choose,
     Columns,

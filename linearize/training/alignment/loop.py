@@ -34,14 +34,7 @@ from linearize.training.alignment.trainer import LOSS, AlignTrainer, Diverged, i
 from linearize.training.precision import HALF, in_fp32, passes_of, unchanged
 from linearize.training.processes import autocast, check_fsdp
 from linearize.training.run import Batches, Report, Run, check_inputs, fade_beyond, frozen
-from linearize.training.sharding import (
-    Shards,
-    check_settings,
-    check_tied,
-    frozen_copy,
-    make_accelerator,
-    start_fsdp,
-)
+from linearize.training.sharding import Shards, check_settings, check_tied, frozen_copy, make_accelerator, start_fsdp
 from linearize.training.states import RunState
 
 

@@ -29,16 +29,7 @@ from linearize.core.errors import DataError
 from linearize.fidelity.teacher import run_body
 from linearize.modeling.compat import unrecorded
 from linearize.training.alignment.config import AlignConfig
-from linearize.training.alignment.pair import (
-    OUTPUT,
-    Outputs,
-    find_blocks,
-    hooked,
-    keeper,
-    noting,
-    run,
-    state_of,
-)
+from linearize.training.alignment.pair import OUTPUT, Outputs, find_blocks, hooked, keeper, noting, run, state_of
 
 Name = TypeVar("Name")
 TINY = 1e-12

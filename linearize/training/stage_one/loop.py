@@ -32,27 +32,13 @@ from linearize.modeling.plan import Plan
 from linearize.modeling.weights import device_of, is_streamed
 from linearize.training.alignment.pair import find_blocks
 from linearize.training.processes import check_fsdp
-from linearize.training.run import (
-    Batches,
-    Progress,
-    Report,
-    Run,
-    check_inputs,
-    fade_beyond,
-    frozen,
-)
+from linearize.training.run import Batches, Progress, Report, Run, check_inputs, fade_beyond, frozen
 from linearize.training.sharding import empty_copy, fill, make_accelerator
 from linearize.training.stage_one.config import DISTILL_LENGTH, DistillConfig
 from linearize.training.stage_one.observer import KernelTrainer, LayerLoss, kernels_of, layer_loss
 from linearize.training.stage_one.quantized import quantized_copy
 from linearize.training.stage_one.start import start_scales
-from linearize.training.stage_one.streamed import (
-    BlockRecord,
-    check_streamed,
-    load_kernel,
-    mean_held_out,
-    train_blocks,
-)
+from linearize.training.stage_one.streamed import BlockRecord, check_streamed, load_kernel, mean_held_out, train_blocks
 from linearize.training.states import RunState, StateFolder, of_size
 
 
