@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """
     options = options_of(config).values()
     groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
-    for title in sorted({option.group: None for option in options if option.group}, key=LAST.__eq__):
+    for title in sorted({option.group: None for option in options if option.group}, key=lambda title: title == LAST):
         groups[title] = parser.add_argument_group(title)
     for option in options:
         group, metadata = groups[option.group], option.metadata

@@ -6,7 +6,6 @@ To add a backend, write a file with a class that implements `Backend` and add an
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -160,7 +159,7 @@ class LinearMixer(FeatureMapMixer):
             ConfigError: if no backend computes them together.
         """
         asked = frozenset(hybrid.changed) - HEADS
-        if not any(map(asked.issubset, map(attrgetter("supports"), BACKENDS))):
+        if not [backend for backend in BACKENDS if asked <= backend.supports]:
             raise _no_backend(hybrid)
         super().change(hybrid)
 

@@ -51,7 +51,7 @@ class Back(ctypes.Structure):
         *product(("out", "grad"), [ctypes.c_void_p]),
         *product(("grad_stride", "dq_stride", "dk_stride", "dv_stride"), [_Strides]),
         *product(("dq", "dk", "dv", "dlog_scale", *MAP_WEIGHTS, "kv", "log_scale"), [ctypes.c_void_p]),
-        *product(map("q_".__add__, MAP_WEIGHTS), [ctypes.c_void_p]),
+        *product([f"q_{name}" for name in MAP_WEIGHTS], [ctypes.c_void_p]),
     ]
 
 
