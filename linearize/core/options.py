@@ -84,6 +84,7 @@ class Option:
     Attributes:
         name: its name, with underscores.
         hint: type of the field.
+        kind: type of its values: one of `KINDS`, or a type that `parse` returns.
         default: its default; MISSING if it has none, or if a factory makes it.
         metadata: the arguments of `linearize.core.registry.option`.
         help: the help text with the default.
@@ -94,17 +95,13 @@ class Option:
 
     name: str
     hint: Any
+    kind: object
     default: object
     metadata: ReadOnlyValues
     help: str
     group: str | None
     places: tuple[tuple[str, str], ...]
     required: bool
-
-    @property
-    def kind(self) -> object:
-        """Type of its values: one of `KINDS`, or a type that `parse` returns."""
-        return kinds_of(self.hint)[0]
 
 
 def options_of(config: type) -> Mapping[str, Option]:
@@ -135,7 +132,8 @@ def _options_of(config: type) -> Mapping[str, Option]:
             if shown is None and not (default is None or default is False or default is MISSING or default == ()):
                 shown = f"{default:g}" if isinstance(default, float) else str(default)
             help = f"{metadata['help']} ({shown})" if shown else str(metadata["help"])
-            options[name] = Option(name, hint, default, metadata, help, section.title, (place,), needed)
+            kind = kinds_of(hint)[0]
+            options[name] = Option(name, hint, kind, default, metadata, help, section.title, (place,), needed)
     return types.MappingProxyType(options)
 
 
