@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from linearize.core.errors import ConfigError, UnknownNameError, missing_package, unknown_name
 from linearize.core.options import Config, Option, make, options_of
@@ -28,10 +29,12 @@ def _depends(option: Option) -> bool:
     return option.default is MISSING or ("shown" in option.metadata and type(option.default) is not bool and not own)
 
 
-def _taken(option: Option) -> Any:
+def _taken(option: Option) -> object:
     """Return the type of an option's values in Python: any sequence for a tuple, and texts where they are parsed."""
-    sequence: Any = Sequence
-    kinds = [sequence[kind.__args__[0]] if typing.get_origin(kind) is tuple else kind for kind in kinds_of(option.hint)]
+    kinds = [
+        types.GenericAlias(Sequence, typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind
+        for kind in kinds_of(option.hint)
+    ]
     texts = [str] if "parse" in option.metadata and str not in kinds else []
     nothing = [None] if type(None) in typing.get_args(option.hint) else []
     return functools.reduce(operator.or_, [*kinds, *texts, *nothing])
