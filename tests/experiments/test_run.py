@@ -132,7 +132,9 @@ def test_the_tuned_softmax_model_is_the_teacher(tiny, sets, tmp_path):
         taught = row["row"] == "hedgehog"
         assert row["finetune"]["teacher"] == ("softmax" if taught else None)
         assert row["finetune"]["selection"]["by"] == (
-            "divergence from the teacher and calibrated loss on the labels" if taught else "calibrated loss"
+            "divergence from the teacher and loss at the best temperature on the labels"
+            if taught
+            else "loss at the best temperature"
         )
         assert row["finetune"]["selection"]["rows"] == 9
     (table,) = tables(tmp_path / "run")

@@ -89,7 +89,9 @@ def test_from_the_command_line_at_each_length(bert, folder, capsys):
     line = ["evaluate", bert, "--task", "retrieval", "--dataset", folder, "--compare", bert, "--device", "cpu"]
     assert main([*line, "--max-length", "16", "--chunk-length", "6"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("recall_at_1", "recall_at_10", "mrr", "the original, chunks", "chance"))
+    # Headings of several words are broken between them.
+    assert {"recall", "1", "10", "mrr", "chance"} <= set(shown.replace("┃", " ").split())
+    assert "the original, chunks" in shown
 
 
 def test_what_cannot_be_cut_in_two(bert, tmp_path):

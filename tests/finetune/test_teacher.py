@@ -332,7 +332,7 @@ def test_a_job_with_a_teacher(bert, glue, tmp_path):
     assert main([*words, "--device", "cpu", "--kernel-learning-rate", "1e-4"]) == 0
     record = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     assert record["teacher"] == "teacher" and record["options"]["kernel_learning_rate"] == 1e-4
-    assert record["selection"]["by"] == "divergence from the teacher and calibrated loss on the labels"
+    assert record["selection"]["by"] == "divergence from the teacher and loss at the best temperature on the labels"
     assert record["selection"]["rows"] == 12
     assert "64 new pairs" in record["data"]
 
