@@ -24,8 +24,10 @@ html_title = "linearize"
 html_copy_source = False
 html_show_sourcelink = False
 html_static_path = ["_static"]
+html_favicon = "images/icon.svg"
 html_css_files = ["site.css"]
 html_js_files = ["filter.js"]  # The search field above the table of models.
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -28,6 +28,12 @@ NOTEBOOKS = {
     "speech": "SECONDS, STEPS = (1,), 1",
     "tuning": "PAGES, SENTENCES, STEPS, LENGTH = 2, 40, 2, 16",
     "kernel_search": "LENGTH, STEPS = 16, 2",
+    "embeddings": "SENTENCES, HELD_OUT, STEPS = 60, 10, 1",
+    "own_kernel": "KERNELS, LENGTH, STEPS = ('elu', 'scaled'), 16, 2",
+    "onnx_export": "LENGTHS = (8, 100)",
+    "serving": "TEXTS, LONGEST, BATCH_TOKENS = 4, 256, 300",
+    "large_models": "LAYERS, HIDDEN, HEADS, KEY_HEADS, BLOCKS, STEPS, LENGTH, WINDOW = 2, 64, 2, 1, 2, 2, 32, 8",
+    "distributed": "ROWS, STEPS, LENGTH, LONG = 4, 2, 16, 256",
 }
 """The notebooks, and what makes them small; it replaces the values of their cell `parameters`."""
 
@@ -113,6 +119,12 @@ RIGHT = {
     "speech": lambda it: it["trained"].steps == 1 and isinstance(it["heard"]["text"], str),
     "tuning": lambda it: it["again"].result.steps == 2 and 0 <= it["found"].score <= 1,
     "kernel_search": lambda it: {x.label for x in it["found"].layers} <= {*it["CANDIDATES"]} and it["close"].outputs,
+    "embeddings": lambda it: it["cosines"]["original"] > 0.999 and 0 <= it["agreed"]["trained"] <= 1,
+    "own_kernel": lambda it: it["same"] and {*it["close"]} == {"elu", "scaled"},
+    "onnx_export": lambda it: it["padded"] < 1e-5 and all(one < 1e-4 for one in it["differences"].values()),
+    "serving": lambda it: it["tokens"]["read"] > 0 and all(one < 1e-5 for one in it["differences"].values()),
+    "large_models": lambda it: len(it["bill"].stages) == 9 and all(0 < one < 2 for one in it["errors"].values()),
+    "distributed": lambda it: it["share"] < 0.01 and it["difference"] < 1e-5 and len(it["parts"]) == 2,
 }
 """What has to be true of the names of a notebook at its end."""
 
